@@ -1,0 +1,233 @@
+"""The `ds-lite` command: find a section, draw a schedule, look up a rank, run a lab (§9.2 §9.10 §9.11).
+
+Each command checks what the user typed, asks the module that knows, and prints. A mistake is answered by one
+red line on stderr and exit status 2.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+app = typer.Typer(
+    name="ds-lite",
+    help="The readable engine of chapter 9: pipeline, data, tensor, expert and sequence parallelism.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+SHOWN = 8  # more groups, or more ranks in a group, are cut short
+
+
+class Kind(str, Enum):
+    """Names of the schedules that can be drawn."""
+
+    train = "train"
+    inference = "inference"
+    data_parallel = "data-parallel"
+    gpipe = "gpipe"
+
+
+class Impl(str, Enum):
+    """Whose code a lab runs."""
+
+    student = "student"
+    solution = "solution"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `ds-lite` script: runs one command and exits with its status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(given or ["--help"], prog_name="ds-lite", standalone_mode=False)
+    except Exception as error:  # the parser's own complaints know how to print themselves
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message().replace("Value error, ", ""))
+        status = 2
+    sys.exit(status)
+
+
+@app.command()
+def where(
+    section: Annotated[str, typer.Argument(help="Number of a section, such as 9.10 or 9.10.2.")],
+) -> None:
+    """Say where a section of the chapter lives: modules, commands to run, and DeepSpeed's own symbols."""
+    from ds_lite.sections import find
+
+    with _one_line_errors():
+        found = find(section)
+    rows = {
+        "modules": list(found.modules),
+        "chapter": [f"python {found.chapter}"] if found.chapter else [],
+        "tests": [f"python -m pytest {' '.join(found.tests)}"] if found.tests else [],
+        "lab": [f"ds-lite lab {_lab_number(found.lab)} --nproc 4"] if found.lab else [],
+        "DeepSpeed": [f"deepspeed/{symbol}" for symbol in found.deepspeed],
+    }
+    _print(Text(f"§{found.number} {found.title} · {found.chinese_title}", style="bold"))
+    _print_rows({name: values or ["not yet"] for name, values in rows.items()})
+
+
+@app.command()
+def schedule(
+    stages: Annotated[int, typer.Option(min=1, help="Number of pipeline stages S.")],
+    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches m in a step.")],
+    kind: Annotated[
+        Kind, typer.Option(help="Which schedule of §9.10.1; gpipe is for comparison.")
+    ] = Kind.train,
+    forward: Annotated[float, typer.Option(help="Time of one forward pass of a stage.")] = 1.0,
+    backward: Annotated[float, typer.Option(help="Time of one backward pass of a stage.")] = 1.0,
+    transfer: Annotated[float, typer.Option(help="Time of one message between two stages.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture to this file.")] = None,
+) -> None:
+    """Draw a pipeline schedule tick by tick and measure it on a virtual clock (§9.2, §9.10)."""
+    from ds_lite.pipe import schedule as schedules
+    from ds_lite.pipe.simulate import simulate
+    from ds_lite.pipe.timeline import timeline_svg, timeline_text
+
+    classes: dict[Kind, type[schedules.PipeSchedule]] = {
+        Kind.train: schedules.TrainSchedule,
+        Kind.inference: schedules.InferenceSchedule,
+        Kind.data_parallel: schedules.DataParallelSchedule,
+        Kind.gpipe: schedules.GPipeSchedule,
+    }
+    chosen = classes[kind]
+    with _one_line_errors():
+        run = simulate(chosen, stages, micro_batches, forward=forward, backward=backward, transfer=transfer)
+        picture = timeline_text(chosen, stages, micro_batches)
+        if svg is not None:
+            title = f"{chosen.__name__}, {stages} stages, {micro_batches} micro-batches"
+            svg.parent.mkdir(parents=True, exist_ok=True)
+            svg.write_text(timeline_svg(run.spans, title=title), encoding="utf-8")
+    rows = {
+        "end time": f"{run.end_time:g}   (forward {forward:g}, backward {backward:g}, transfer {transfer:g})",
+        "busy per stage": " ".join(f"{time:g}" for time in run.busy),
+        "idle per stage": " ".join(f"{time:g}" for time in run.idle),
+        "bubble": f"{run.bubble_of_total:.3f} of the total time, {run.bubble_of_ideal:.3f} of the ideal time",
+        "peak live micro-batches": " ".join(map(str, run.peak_live_buffers)),
+        "deadlock": "none" if run.deadlock is None else str(run.deadlock),
+    }
+    _print(Text(picture))
+    _print_rows({name: [value] for name, value in rows.items()})
+    if svg is not None:
+        _print(Text(f"wrote {svg}"))
+
+
+@app.command()
+def topology(
+    axes: Annotated[list[str], typer.Argument(help="Axes, outermost first: pipe=4 data=3 model=2.")],
+    rank: Annotated[
+        int | None, typer.Option(help="Show where this global rank sits, and its groups.")
+    ] = None,
+) -> None:
+    """Show the process groups of a grid of ranks, or the place of one rank in it (§9.11)."""
+    from ds_lite.topology import ProcessTopology
+
+    with _one_line_errors():
+        names, sizes = zip(*(_axis(word) for word in axes))
+        grid = ProcessTopology(axes=list(names), dims=list(sizes))
+        place = None if rank is None else grid.get_coord(rank)
+    rows: dict[str, list[str]] = {}
+    for name, size in zip(names, sizes):
+        if place is None:
+            others = [[(other, at) for at in range(dim)] for other, dim in zip(names, sizes) if other != name]
+            first = [_listed(grid.filter_match(**dict(at))) for at in islice(product(*others), SHOWN)]
+            number = prod(sizes) // size
+            more = [f"... {number} groups in all"] if number > SHOWN else []
+            rows[name] = [" ".join([*first, *more])]
+        else:
+            fixed = {other: at for other, at in place._asdict().items() if other != name}
+            rows[name] = [f"{getattr(place, name)} of {size}, in group {_listed(grid.filter_match(**fixed))}"]
+    _print(Text(f"{grid.world_size()} ranks" if rank is None else f"rank {rank} of {grid.world_size()}"))
+    _print_rows(rows)
+
+
+@app.command()
+def lab(
+    number: Annotated[int, typer.Argument(help="Number of the lab.")],
+    nproc: Annotated[int, typer.Option(min=1, help="Processes to start.")] = 4,
+    impl: Annotated[
+        Impl, typer.Option(help="Run your student.py or the finished solution.py.")
+    ] = Impl.student,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: a check, not an experiment.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for results [default: runs/labNN].")] = None,
+) -> None:
+    """Run a lab on this machine and pass on its verdict as the exit status (§9.2, §9.10)."""
+    with _one_line_errors():
+        script = _lab_script(number)
+        folder = out or Path("runs") / f"lab{number:02d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        from ds_lite.launch import run_script
+
+        arguments = ["--impl", impl.value, "--out", str(folder), *(["--quick"] if quick else [])]
+        status = run_script(script, arguments, nproc=nproc, trace_dir=folder / "trace")
+    raise typer.Exit(status)
+
+
+def _lab_script(number: int) -> Path:
+    """`labs/labNN_*/lab.py`, in the repository that holds the package or else in the current folder."""
+    places = [Path(__file__).resolve().parents[1] / "labs", Path.cwd() / "labs"]
+    for place in places:
+        scripts = sorted(place.glob(f"lab{number:02d}_*/lab.py"))
+        if scripts:
+            return scripts[0]
+    known = sorted(
+        {path.parent.name[3:5] for place in places for path in place.glob("lab[0-9][0-9]_*/lab.py")}
+    )
+    raise ValueError(
+        f"lab {number} is not there; "
+        + (
+            f"choose from {[int(one) for one in known]}"
+            if known
+            else "labs live in the repository, start there"
+        )
+    )
+
+
+def _lab_number(folder: str) -> int:
+    return int(Path(folder).name[3:5])
+
+
+def _listed(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= SHOWN else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}]"
+
+
+def _axis(word: str) -> tuple[str, int]:
+    name, equals, size = word.partition("=")
+    if not equals or not size.isdecimal():
+        raise ValueError(f"{word!r} is not an axis; write name=size, such as pipe=4 (§9.11)")
+    return name, int(size)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the user can correct becomes one red line and status 2; faults of ours keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _complain(str(error))
+        raise typer.Exit(2) from None
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+
+
+def _print(text: Text) -> None:
+    Console().print(text, soft_wrap=True)  # pictures keep their lines whole, however narrow the terminal
+
+
+def _print_rows(rows: dict[str, list[str]]) -> None:
+    width = max(map(len, rows))
+    for name, values in rows.items():
+        for place, value in enumerate(values):
+            _print(Text.assemble((f"{'' if place else name:{width}}", "bold"), "  ", value))

@@ -1,0 +1,347 @@
+"""Collectives on an explicit group, and the ledger of what they moved (§9.11).
+
+The only file that knows a backend. `init_distributed` starts gloo for CPU tensors and, where every
+rank has a GPU of its own, NCCL for CUDA tensors; all other code names a group and a tensor.
+A group carries the name of its mesh axis (`group_desc`), so each ledger row can say which axis paid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # passed on as they are, for scripts that import this module as `dist`
+    ProcessGroup,
+    ReduceOp,
+    Work,
+    all_gather_object,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_backend,
+    get_global_rank,
+    is_initialized,
+    scatter,
+)
+
+from ds_lite import trace
+
+__all__ = [
+    "Ledger",
+    "ProcessGroup",
+    "ReduceOp",
+    "Traffic",
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "device_of_this_rank",
+    "gather",
+    "get_backend",
+    "get_global_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "irecv",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "record",
+    "recv",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+
+# ---------------------------------------------------------------------------------------- the ledger
+
+
+@dataclass
+class Traffic:
+    """What one kind of call added up to: calls, `payload` bytes handed in, `sent` bytes leaving this rank."""
+
+    calls: int = 0
+    payload: int = 0
+    sent: int = 0
+
+
+@dataclass
+class Ledger:
+    """Traffic by (axis, operation, instruction); filled while `record()` is open.
+
+    Units: bytes. `sent` follows the bandwidth-optimal algorithm of each operation on a group of n:
+    all-reduce 2(n-1)/n of the tensor, reduce-scatter and all-to-all (n-1)/n of the input, all-gather
+    (n-1) times the input, broadcast the tensor on the source, send the tensor.
+    """
+
+    rows: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
+
+    def note(self, axis: str, operation: str, instruction: str, payload: int, sent: int) -> None:
+        row = self.rows.setdefault((axis, operation, instruction), Traffic())
+        row.calls += 1
+        row.payload += payload
+        row.sent += sent
+
+    def total(self, axis: str | None = None, operation: str | None = None, instruction: str | None = None) -> Traffic:
+        """The sum of the rows that match every name given."""
+        wanted = (axis, operation, instruction)
+        sums = Traffic()
+        for key, row in self.rows.items():
+            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
+                sums.calls += row.calls
+                sums.payload += row.payload
+                sums.sent += row.sent
+        return sums
+
+
+_open_ledgers: list[Ledger] = []  # process-wide: a backward on CUDA runs on a thread of autograd's own
+
+
+@contextmanager
+def record() -> Iterator[Ledger]:
+    """Fill a fresh ledger with every call made through this module until the block ends."""
+    ledger = Ledger()
+    _open_ledgers.append(ledger)
+    try:
+        yield ledger
+    finally:
+        # By identity: two ledgers with equal rows are equal, and `remove` would take the other one.
+        _open_ledgers[:] = [other for other in _open_ledgers if other is not ledger]
+
+
+def _note(operation: str, group: ProcessGroup | None, payload: int, sent: int) -> None:
+    if not _open_ledgers:
+        return
+    desc = getattr(group, "group_desc", "") if group is not None else ""
+    axis = desc if desc and desc not in ("default_pg", "undefined") else "world"
+    for ledger in _open_ledgers:
+        ledger.note(axis, operation, trace.current().instruction, payload, sent)
+
+
+# ------------------------------------------------------------------------------------ start and groups
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = timedelta(minutes=10),
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    *,
+    trace_dir: str | os.PathLike[str] | None = None,
+    trace_limit: float | None = None,
+) -> None:
+    """Join the job: torchrun's environment, or `init_method` with `rank` and `world_size`, or alone.
+
+    Does nothing when the process group is already up. `trace_dir` is the folder of the hang table;
+    a rank that stays longer than `trace_limit` seconds in one instruction writes its row and leaves.
+    `auto_mpi_discovery`, `distributed_port` and `config` are accepted for DeepSpeed's signature.
+
+    Raises: ValueError if `dist_init_required=False` and nothing is initialised.
+
+    Source: §9.2; DeepSpeed `comm/comm.py::init_distributed` @ 0.19.8.
+    Differs: outside a launcher it starts a world of one process instead of failing.
+    """
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise ValueError(
+                "dist_init_required=False but torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group first or leave the argument out (§9.2)"
+            )
+        _start(_backend_string(dist_backend), timeout, init_method, rank, world_size)
+        if verbose and dist.get_rank() == 0:
+            print(f"ds_lite: {dist.get_world_size()} process(es), backend {dist.get_backend()}", flush=True)
+    if trace_dir is not None:
+        trace.open_trace(trace_dir, dist.get_rank(), dist.get_world_size(), limit_s=trace_limit)
+
+
+def _backend_string(wanted: str | None) -> str:
+    """NCCL only where each local rank has its own GPU; message headers stay on gloo."""
+    if wanted in (None, "auto"):
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        wanted = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "gloo"
+    return "cpu:gloo,cuda:nccl" if wanted == "nccl" else str(wanted)
+
+
+def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
+    if "nccl" in backend:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if init_method is not None and rank >= 0:
+        dist.init_process_group(backend, init_method, timeout, world_size=world_size, rank=rank)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, init_method or "env://", timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def device_of_this_rank() -> torch.device:
+    """The device this rank computes on: its GPU under NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def new_group(ranks: list[int], axis: str, timeout: timedelta | None = None) -> ProcessGroup:
+    """A group of global ranks for one mesh axis; every rank of the world calls this, in one order."""
+    return dist.new_group(ranks, timeout=timeout, group_desc=axis)
+
+
+def new_group_of_one(axis: str = "self") -> ProcessGroup:
+    """This rank alone: only this rank has to call it."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=axis)
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in `group` (the world by default)."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """How many processes `group` has (the world by default)."""
+    return dist.get_world_size(group)
+
+
+# ------------------------------------------------------------------------------------ the collectives
+
+
+class _Done:
+    """The handle of a collective that had nobody to talk to."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Sum (or `op`) `tensor` over the group, in place on every rank."""
+    n = dist.get_world_size(group)
+    if n == 1:
+        return _Done() if async_op else None
+    _note("all_reduce", group, _bytes(tensor), 2 * (n - 1) * _bytes(tensor) // n)
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """Copy `tensor` from the global rank `src` to every rank of the group."""
+    if dist.get_world_size(group) == 1:
+        return _Done() if async_op else None
+    _note("broadcast", group, _bytes(tensor), _bytes(tensor) if dist.get_rank() == src else 0)
+    return dist.broadcast(tensor, src=src, group=group, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Concatenate every rank's `tensor` along dim 0 into `output_tensor`, on every rank."""
+    n = dist.get_world_size(group)
+    if n == 1:
+        output_tensor.copy_(tensor.view_as(output_tensor))
+        return _Done() if async_op else None
+    _note("all_gather", group, _bytes(output_tensor), (n - 1) * _bytes(tensor))
+    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """DeepSpeed's list form; prefer `all_gather_into_tensor`."""
+    n = dist.get_world_size(group)
+    _note("all_gather", group, n * _bytes(tensor), (n - 1) * _bytes(tensor))
+    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Sum `tensor` over the group and keep this rank's 1/n of it, cut along dim 0, in `output_tensor`."""
+    n = dist.get_world_size(group)
+    if n == 1:
+        output_tensor.copy_(tensor.view_as(output_tensor))
+        return _Done() if async_op else None
+    _note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Rank i's j-th piece of `tensor` (cut along dim 0) becomes rank j's i-th piece of `output`."""
+    n = dist.get_world_size(group)
+    if n == 1:
+        output.copy_(tensor.view_as(output))
+        return _Done() if async_op else None
+    rows = tensor.shape[0]
+    home = input_split_sizes[dist.get_rank(group)] if input_split_sizes else rows // n
+    row_bytes = _bytes(tensor) // rows if rows else 0
+    _note("all_to_all", group, _bytes(tensor), (rows - home) * row_bytes)
+    return dist.all_to_all_single(
+        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+    )
+
+
+def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """Wait until every rank of the group is here."""
+    _note("barrier", group, 0, 0)
+    return dist.barrier(group=group, async_op=async_op)
+
+
+def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "send") -> Work:
+    """Start sending `tensor` to the global rank `dst`; keep it unchanged until the handle is waited."""
+    _note(operation, group, _bytes(tensor), _bytes(tensor))
+    work = dist.isend(tensor, dst, group=group, tag=tag)
+    assert work is not None, f"rank {dist.get_rank()} is not in the group it sends on"
+    return work
+
+
+def irecv(tensor: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "recv") -> Work:
+    """Post a receive from the global rank `src` into `tensor`, of exactly the size that was sent."""
+    _note(operation, group, _bytes(tensor), 0)
+    work = dist.irecv(tensor, src, group=group, tag=tag)
+    assert work is not None, f"rank {dist.get_rank()} is not in the group it receives on"
+    return work
+
+
+def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+    """Send and wait until `tensor` may be reused."""
+    isend(tensor, dst, group, tag).wait()
+
+
+def recv(tensor: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+    """Receive and wait until `tensor` is filled."""
+    irecv(tensor, src, group, tag).wait()

@@ -1,0 +1,117 @@
+"""Micro-batches from any iterator, and loaders that start again (§9.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class RepeatingLoader:
+    """An iterator that starts its loader again whenever it ends; each pass is one epoch.
+
+    A sampler with `set_epoch` is told the epoch, so that shuffles differ between passes and agree
+    between ranks.
+
+    Raises: ValueError if the loader gives nothing at all.
+
+    >>> it = iter(RepeatingLoader([0, 1, 2]))
+    >>> [next(it) for _ in range(5)]
+    [0, 1, 2, 0, 1]
+
+    Source: §9.2; DeepSpeed `runtime/dataloader.py::RepeatingLoader` @ 0.19.8.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        """Batches in one pass."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._start_again()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise ValueError(
+                "RepeatingLoader cannot repeat: its loader gives no batch when it is started again; give a "
+                "non-empty dataset, or a loader that can be iterated more than once (§9.2)"
+            ) from None
+
+    def _start_again(self) -> None:
+        self.epoch += 1
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        self._iterator = iter(self.loader)
+
+
+def make_loader(
+    dataset: Dataset[Any], batch_size: int, *, replicas: int, replica: int, seed: int = 0, **options: Any
+) -> DataLoader[Any]:
+    """A DataLoader over this replica's part of the dataset, shuffled alike on every stage.
+
+    `options` go to `torch.utils.data.DataLoader`; a `sampler` given there is used as it is.
+    """
+    if options.get("sampler") is None:
+        options["sampler"] = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=True, seed=seed)
+    return DataLoader(dataset, batch_size=batch_size, drop_last=True, **options)
+
+
+def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str) -> list[tuple[Any, Any]]:
+    """The next `count` batches, each checked to be (inputs, labels); `where` names the rank in errors.
+
+    Raises: ValueError if there is no iterator or it ends early; TypeError for anything but a pair.
+    """
+    if iterator is None:
+        raise ValueError(
+            f"no data on {where}: the first stage reads the inputs and the last the labels; pass data_iter, "
+            f"call set_dataloader, or give initialize training_data (§9.2)"
+        )
+    if not hasattr(iterator, "__next__"):
+        raise TypeError(
+            f"data_iter on {where} is a {type(iterator).__name__}, which starts anew in every call; pass an iterator, "
+            f"iter(loader), or call set_dataloader(loader) once (§9.2)"
+        )
+    batches: list[tuple[Any, Any]] = []
+    for index in range(count):
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise ValueError(
+                f"the data iterator ended after {index} of {count} micro-batches on {where}; give one that lasts, "
+                f"e.g. ds_lite.utils.RepeatingLoader (§9.2)"
+            ) from None
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            raise TypeError(
+                f"micro-batch {index} on {where} is a {type(batch).__name__}{size}; the pipeline needs "
+                f"(inputs, labels), each a tensor or a tuple of tensors (§9.2)"
+            )
+        batches.append((batch[0], batch[1]))
+    return batches
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in nested tuples, lists and dicts; everything else stays as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(to_device(item, device) for item in value)
+    if isinstance(value, list):
+        return [to_device(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    return value

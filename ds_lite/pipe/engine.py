@@ -1,0 +1,325 @@
+"""The pipeline engine: one loop over instructions, one method for each (§9.2 §9.10).
+
+`train_batch` asks the schedule for this stage's instruction stream and dispatches it. What a hang shows is the
+instruction this loop is in (`trace.py`). Nothing here knows 1F1B: another schedule is another stream. What the
+instructions do with tensors stands in `stage.py`, what the reductions do in `gradients.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_lite import comm
+from ds_lite.agreement import raise_together
+from ds_lite.config_keys import DSConfig
+from ds_lite.data import RepeatingLoader, take_micro_batches
+from ds_lite.engine import Engine
+from ds_lite.grid import PipelineParallelGrid
+from ds_lite.pipe.instructions import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
+from ds_lite.pipe.module import PipelineModule
+from ds_lite.pipe.p2p import StageLink
+from ds_lite.pipe.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
+from ds_lite.pipe.stage import Stage
+
+
+class PipelineError(RuntimeError):
+    """A call that a pipeline engine does not offer."""
+
+
+class PipelineEngine(Engine):
+    """Train and evaluate a PipelineModule, one whole batch of m micro-batches a call.
+
+    Source: §9.2 §9.10; DeepSpeed `runtime/pipe/engine.py::PipelineEngine` @ 0.19.8.
+    Differs: the loss is 0-dim and of one dtype on every rank; shapes, dtypes and tuple lengths may change
+    between micro-batches; whether a tensor needs a gradient is told by its sender.
+    """
+
+    module: PipelineModule
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        grid: PipelineParallelGrid,
+        config: DSConfig,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        super().__init__(module, grid, config, optimizer, ties=module.ties())
+        self.num_stages, self.stage_id = grid.get_pipe_parallel_world_size(), grid.get_stage_id()
+        previous = None if self.is_first_stage() else self._link(self.stage_id - 1)
+        following = None if self.is_last_stage() else self._link(self.stage_id + 1)
+        self.stage = Stage(module, previous, following, self.device)
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+
+    def _link(self, stage_id: int) -> StageLink:
+        return StageLink(self.grid.stage_to_global(stage_id), self.grid.group("pipe"), self.device)
+
+    # ----------------------------------------------------------------------------------- whole batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
+        """One optimizer step over m micro-batches; the mean loss over micro-batches and replicas, on every rank.
+
+        `data_iter` gives (inputs, labels) on the first and on the last stage; other stages do not read it, and
+        without it the iterator of `set_dataloader` serves. A loss_fn may return several losses: the first is
+        trained on, and the means of all come back as a tuple.
+
+        Communication: per stage m activations and m gradients to each neighbour, the reductions of
+        `gradients.py`, and the loss from stage to stage.
+        Raises: RuntimeError with gradients switched off; on every rank ValueError or TypeError for data that
+        ends early or is not a pair, and for a stage's output that cannot travel.
+        """
+        if self.optimizer is None:
+            raise ValueError("train_batch() needs an optimizer; name one in the config or pass it (§9.2)")
+        loss = self._run_training(data_iter, without=())
+        self.micro_steps += self.micro_batches
+        return loss
+
+    def compute_gradients(self, data_iter: Iterator[Any] | None = None) -> Any:
+        """`train_batch` up to the reduced gradients: no optimizer step, nothing cleared; returns the loss."""
+        return self._run_training(data_iter, without=(OptimizerStep,))
+
+    def _run_training(
+        self, data_iter: Iterator[Any] | None, without: tuple[type[PipeInstruction], ...]
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() inside torch.no_grad(); use eval_batch() or enable gradients (§9.2)")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._load(self.data_iterator, self.micro_batches, training=True)
+        self.module.train()
+        schedule = self._train_schedule()
+        self.stage.start(schedule.num_pipe_buffers(), self.micro_batches)
+        with self.stage.telling_neighbours():
+            self._exec_schedule(schedule, without)
+            self.stage.finish()
+            return self._share(self._mean_losses() if self.is_last_stage() else ())
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss in eval mode without gradients; weights, counters, iterator and mode stay as they were.
+
+        `reduce_output=None` gives a list with one loss per micro-batch instead. With `return_logits` the result
+        is (loss, outputs of the last micro-batch); the outputs are on the last stage, None elsewhere. With
+        `bcast_loss=False` the loss is on the last stage, None elsewhere; `compute_loss=False` gives None.
+
+        Raises: ValueError for another `reduce_output`; what `train_batch` raises for its data.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"reduce_output={reduce_output!r} is not offered; choose 'avg' or None (§9.2)")
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        schedule = self._inference_schedule(count)
+        self._load(data_iter, count, training=False)
+        was_training, offset = self.module.training, self.module.micro_offset
+        self.module.eval()
+        self.stage.start(schedule.num_pipe_buffers(), count, compute_loss=compute_loss)
+        try:
+            with torch.no_grad(), self.stage.telling_neighbours():
+                self._exec_schedule(schedule)
+                outputs = self.stage.last_outputs
+                self.stage.finish()
+                loss = self._evaluated_loss(reduce_output, bcast_loss) if compute_loss else None
+        finally:
+            self.module.train(was_training)
+            self.module.micro_offset = offset
+        return (loss, outputs) if return_logits else loss
+
+    def _evaluated_loss(self, reduce_output: str | None, bcast_loss: bool) -> Any:
+        if reduce_output == "avg":
+            mine = self._mean_losses() if self.is_last_stage() else ()
+            return self._share(mine) if bcast_loss else self._unwrapped(mine)
+        flat = [loss for losses in self.stage.losses for loss in self._mean_over_replicas(losses)]
+        if bcast_loss:
+            flat = list(self.stage.share_result(tuple(flat)))
+        return flat if flat else None
+
+    def _mean_losses(self) -> tuple[Tensor, ...]:
+        """Over micro-batches and replicas, on the last stage; every micro-batch weighs the same."""
+        per_kind = zip(*self.stage.losses, strict=True)
+        return self._mean_over_replicas(tuple(torch.stack(kind).double().mean().to(kind[0].dtype) for kind in per_kind))
+
+    def _mean_over_replicas(self, losses: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not losses or self.grid.size("data") == 1:
+            return losses
+        sums = torch.stack([loss.double() for loss in losses])
+        comm.all_reduce(sums, group=self.grid.group("data"))
+        return tuple(
+            value.to(loss.dtype) for value, loss in zip(sums / self.grid.size("data"), losses, strict=True)
+        )
+
+    def _share(self, losses: tuple[Tensor, ...]) -> Any:
+        with self.trace.span("ShareLoss"):
+            return self._unwrapped(self.stage.share_result(losses))
+
+    def _unwrapped(self, losses: tuple[Tensor, ...]) -> Any:
+        """One loss as a tensor, several as a tuple; None where there is none."""
+        return losses[0] if len(losses) == 1 else (losses or None)
+
+    def _load(self, iterator: Iterator[Any] | None, count: int, *, training: bool) -> None:
+        """Take this batch's micro-batches where they are needed, and agree that every rank has them.
+
+        Before anything is sent: a stage that runs out of data alone would leave the others waiting.
+        """
+        error: Exception | None = None
+        self.stage.loaded.clear()
+        with self.trace.span("LoadData"):
+            try:
+                if self.is_first_stage() or self.is_last_stage():
+                    where = f"stage {self.stage_id} (global_rank {self.global_rank})"
+                    source = map(self.batch_fn, iterator) if self.batch_fn and iterator is not None else iterator
+                    self.stage.loaded.extend(take_micro_batches(source, count, where=where))
+            except Exception as failure:  # from the user's loader: anything; raised again on every rank
+                error = failure
+            raise_together(error, micro_batches=count, training=int(training))
+
+    # ------------------------------------------------------------------------------------ the dispatch
+
+    def _train_schedule(self) -> PipeSchedule:
+        """The schedule of `train_batch`; a subclass may return another."""
+        return TrainSchedule(self.micro_batches, self.num_stages, self.stage_id)
+
+    def _inference_schedule(self, micro_batches: int) -> PipeSchedule:
+        """The schedule of `eval_batch`; a subclass may return another."""
+        return InferenceSchedule(micro_batches, self.num_stages, self.stage_id)
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule, without: tuple[type[PipeInstruction], ...] = ()) -> None:
+        """Run a schedule: for each step, for each instruction in it, call the method of its class."""
+        for step_commands in pipe_schedule:
+            for command in step_commands:
+                kind = type(command)
+                if kind in without:
+                    continue
+                if kind not in self._INSTRUCTION_MAP:
+                    raise RuntimeError(f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)")
+                micro_batch_id = getattr(command, "micro_batch_id", None)
+                self.trace.begin(command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind))
+                MethodType(self._INSTRUCTION_MAP[kind], self)(**command.kwargs)
+                self.trace.end()
+
+    def _peer_of(self, kind: type[PipeInstruction]) -> int:
+        """The global rank that an instruction talks to, for the hang table; -1 if none."""
+        links = {
+            RecvActivation: self.stage.previous,
+            SendGrad: self.stage.previous,
+            SendActivation: self.stage.next,
+            RecvGrad: self.stage.next,
+        }
+        link = links.get(kind)
+        return -1 if link is None else link.peer
+
+    def _exec_load_micro_batch(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.load(self.stage.buffers[buffer_id])
+
+    def _exec_forward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.forward(self.stage.buffers[buffer_id])
+
+    def _exec_backward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.backward(self.stage.buffers[buffer_id])
+
+    def _exec_send_activations(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.send_activation(self.stage.buffers[buffer_id])
+
+    def _exec_recv_activations(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.recv_activation(self.stage.buffers[buffer_id])
+
+    def _exec_send_grads(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.send_gradient(self.stage.buffers[buffer_id])
+
+    def _exec_recv_grads(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.recv_gradient(self.stage.buffers[buffer_id])
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self.gradients.sum_tied()
+
+    def _exec_reduce_grads(self) -> None:
+        self.gradients.reduce()
+
+    def _exec_optimizer_step(self) -> None:
+        self._take_optimizer_step()
+
+    _INSTRUCTION_MAP: ClassVar[dict[type[PipeInstruction], Callable[..., None]]] = {
+        OptimizerStep: _exec_optimizer_step,
+        ReduceGrads: _exec_reduce_grads,
+        ReduceTiedGrads: _exec_reduce_tied_grads,
+        LoadMicroBatch: _exec_load_micro_batch,
+        ForwardPass: _exec_forward_pass,
+        BackwardPass: _exec_backward_pass,
+        SendActivation: _exec_send_activations,
+        RecvActivation: _exec_recv_activations,
+        SendGrad: _exec_send_grads,
+        RecvGrad: _exec_recv_grads,
+    }
+
+    # ------------------------------------------------------------------------------- data and answers
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take micro-batches from this loader, over and over, whenever `train_batch` gets no iterator."""
+        self.training_dataloader = loader if isinstance(loader, RepeatingLoader) else RepeatingLoader(loader)
+        self.data_iterator = iter(self.training_dataloader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from this iterator whenever `train_batch` gets none."""
+        self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Turn each item of the iterator into (inputs, labels) with `fn`."""
+        self.batch_fn = fn
+
+    @property
+    def micro_batches(self) -> int:
+        """m, the micro-batches of one `train_batch`."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.train_micro_batch_size_per_gpu()
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        return self.module.get_additional_losses()
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to reset: each message describes itself. Kept for scripts that call it."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing to set: masks travel like any tensor. Kept for scripts that call it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError("a pipeline engine has no forward(); call train_batch() or eval_batch() (§9.2)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError("a pipeline engine has no backward(); train_batch() does the whole step (§9.2)")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        raise PipelineError("a pipeline engine has no step(); train_batch() does the whole step (§9.2)")

@@ -1,0 +1,173 @@
+"""§9.1-9.16 The map from the sections of the chapter to what exists here: data only.
+
+`ds-lite where`, the site's "at a glance" boxes and the tests read this table. A path may hold a `*`; all of
+them start at the root of the repository. A section that is not built yet lists only what exists.
+
+Source: §9.1-9.16; DeepSpeed symbols as `file::symbol`, files below `deepspeed/`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the chapter. There is no §9.8."""
+
+    number: str
+    title: str
+    chinese_title: str
+    modules: tuple[str, ...] = ()
+    chapter: str | None = None
+    tests: tuple[str, ...] = ()
+    lab: str | None = None
+    deepspeed: tuple[str, ...] = ()
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "9.1",
+        "Why ZeRO is not enough",
+        "为什么除了 ZeRO 还需要别的并行",
+        modules=("ds_lite/engine.py", "ds_lite/gradients.py", "ds_lite/zero.py"),
+        deepspeed=(
+            "runtime/engine.py::DeepSpeedEngine",
+            "runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer",
+        ),
+    ),
+    Section(
+        "9.2",
+        "The pipeline engine: a model cut into stages",
+        "Pipeline 引擎：把模型切成 stage",
+        modules=(
+            "ds_lite/initialize.py",
+            "ds_lite/config.py",
+            "ds_lite/pipe/engine.py",
+            "ds_lite/pipe/simulate.py",
+        ),
+        chapter="chapters/ch02_pipeline_engine.py",
+        tests=("tests/test_s09_2_*.py",),
+        lab="labs/lab02_pipeline",
+        deepspeed=(
+            "__init__.py::initialize",
+            "runtime/config.py::DeepSpeedConfig",
+            "runtime/pipe/engine.py::PipelineEngine.train_batch",
+        ),
+    ),
+    Section(
+        "9.3",
+        "3D parallelism: ZeRO x TP x PP",
+        "3D 并行：ZeRO × TP × PP",
+        modules=("ds_lite/gradients.py", "ds_lite/zero.py"),
+        deepspeed=("runtime/tensor_parallel/config.py::TPTrainingConfig",),
+    ),
+    Section(
+        "9.4",
+        "MoE: expert parallelism",
+        "MoE：专家并行",
+        deepspeed=("moe/layer.py::MoE",),
+    ),
+    Section(
+        "9.5",
+        "Sequence parallelism for long contexts",
+        "Sequence Parallel：长上下文必备",
+        deepspeed=("sequence/layer.py::DistributedAttention",),
+    ),
+    Section("9.6", "What to use when", "实战层次推荐"),
+    Section(
+        "9.7",
+        "How it relates to Megatron-LM",
+        "与 Megatron-LM 的关系",
+        modules=("ds_lite/grid.py",),
+        deepspeed=("runtime/pipe/topology.py::PipelineParallelGrid",),
+    ),
+    Section(
+        "9.9",
+        "PipelineModule: layers described, then built where they belong",
+        "PipelineModule 的构造细节",
+        modules=("ds_lite/pipe/module.py", "ds_lite/pipe/partition.py"),
+        chapter="chapters/ch09_pipeline_module.py",
+        tests=("tests/test_s09_9_*.py",),
+        lab="labs/lab02_pipeline",
+        deepspeed=(
+            "runtime/pipe/module.py::PipelineModule",
+            "runtime/pipe/module.py::LayerSpec",
+            "runtime/pipe/module.py::TiedLayerSpec",
+            "runtime/utils.py::partition_balanced",
+        ),
+    ),
+    Section(
+        "9.10",
+        "Schedules and the ten pipe instructions",
+        "Pipeline schedule 全表 & PipeInstruction",
+        modules=(
+            "ds_lite/pipe/schedule.py",
+            "ds_lite/pipe/instructions.py",
+            "ds_lite/pipe/simulate.py",
+            "ds_lite/pipe/engine.py",
+            "ds_lite/trace.py",
+        ),
+        chapter="chapters/ch10_schedules.py",
+        tests=("tests/test_s09_10_*.py",),
+        lab="labs/lab02_pipeline",
+        deepspeed=(
+            "runtime/pipe/schedule.py::TrainSchedule",
+            "runtime/pipe/schedule.py::PipeInstruction",
+            "runtime/pipe/engine.py::PipelineEngine._exec_schedule",
+        ),
+    ),
+    Section(
+        "9.11",
+        "ProcessTopology: coordinates in a 3D world",
+        "ProcessTopology：3D 世界的笛卡尔坐标",
+        modules=("ds_lite/topology.py", "ds_lite/grid.py", "ds_lite/comm.py", "ds_lite/pipe/p2p.py"),
+        chapter="chapters/ch11_topology.py",
+        tests=("tests/test_s09_11_*.py",),
+        lab="labs/lab02_pipeline",
+        deepspeed=(
+            "runtime/pipe/topology.py::ProcessTopology",
+            "runtime/pipe/topology.py::PipelineParallelGrid",
+            "runtime/pipe/p2p.py::send",
+        ),
+    ),
+    Section(
+        "9.12",
+        "The parameters of MoE in the source",
+        "MoE 关键参数源码解读",
+        deepspeed=("moe/sharded_moe.py::top1gating", "moe/sharded_moe.py::_AllToAll"),
+    ),
+    Section(
+        "9.13",
+        "AutoTP: cutting a transformers model by itself",
+        "AutoTP：怎么自动把 HF 模型切成 TP",
+        deepspeed=("module_inject/auto_tp.py::AutoTP",),
+    ),
+    Section(
+        "9.14",
+        "Sequence parallelism: Ulysses and ALST",
+        "Sequence Parallel：Ulysses 与 ALST",
+        deepspeed=("sequence/layer.py::_SeqAllToAll", "sequence/fpdt_layer.py::FPDT_Attention"),
+    ),
+    Section(
+        "9.15",
+        "Domino: all-reduce that computation hides",
+        "Domino：把 TP 通信推到 backward 才同步",
+        deepspeed=("runtime/domino/transformer.py::DominoTransformerLayer",),
+    ),
+    Section("9.16", "What to take away", "这章你需要带走什么"),
+)
+
+
+def find(number: str) -> Section:
+    """The section with this number, or the one that holds it: 9.10.2 is found in 9.10.
+
+    Raises: ValueError that lists the known numbers.
+
+    >>> find("9.10.2").title
+    'Schedules and the ten pipe instructions'
+    """
+    wanted = ".".join(number.strip().lstrip("§").split(".")[:2])
+    for section in SECTIONS:
+        if section.number == wanted:
+            return section
+    known = ", ".join(section.number for section in SECTIONS)
+    raise ValueError(f"section {number!r} is not in the chapter; choose one of {known}")

@@ -1,0 +1,152 @@
+"""The adapter of ds_lite: glue only. The contract is `adapters/__init__.py`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from oracles import Layer, MicroBatch, Tied
+from torch import Tensor, nn
+
+# The engine's modules are imported inside the functions, so that a fault in one leaves the others testable.
+
+
+def train_steps(num_micro_batches: int, num_stages: int, stage_id: int) -> list[list[str]]:
+    from ds_lite.pipe.schedule import TrainSchedule
+
+    return _written(TrainSchedule(num_micro_batches, num_stages, stage_id))
+
+
+def inference_steps(num_micro_batches: int, num_stages: int, stage_id: int) -> list[list[str]]:
+    from ds_lite.pipe.schedule import InferenceSchedule
+
+    return _written(InferenceSchedule(num_micro_batches, num_stages, stage_id))
+
+
+def data_parallel_steps(num_micro_batches: int) -> list[list[str]]:
+    from ds_lite.pipe.schedule import DataParallelSchedule
+
+    return _written(DataParallelSchedule(num_micro_batches, 1, 0))
+
+
+def num_pipe_buffers(kind: str, num_micro_batches: int, num_stages: int, stage_id: int) -> int:
+    from ds_lite.pipe import schedule
+
+    return getattr(schedule, kind)(num_micro_batches, num_stages, stage_id).num_pipe_buffers()
+
+
+def comm_lists(axes: Sequence[str], dims: Sequence[int], axis: str) -> list[list[int]]:
+    from ds_lite.topology import ProcessTopology
+
+    return ProcessTopology(list(axes), list(dims)).get_axis_comm_lists(axis)
+
+
+def coordinate(axes: Sequence[str], dims: Sequence[int], rank: int) -> dict[str, int]:
+    from ds_lite.topology import ProcessTopology
+
+    return ProcessTopology(list(axes), list(dims)).get_coord(rank)._asdict()
+
+
+def partition(method: str, layers: Sequence[float] | Sequence[str], num_parts: int) -> list[int]:
+    from ds_lite.pipe.partition import partition_layers
+
+    names = [str(layer) for layer in layers]
+    counts = [int(layer) if not isinstance(layer, str) else 0 for layer in layers]
+    return partition_layers(method, names, counts, num_parts)
+
+
+def make_pipeline(
+    layers: Sequence[Layer],
+    *,
+    num_stages: int,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    num_micro_batches: int,
+    micro_batch_size: int = 1,
+    lr: float = 0.1,
+    optimizer: str = "SGD",
+    config: Mapping[str, Any] | None = None,
+    module: Mapping[str, Any] | None = None,
+) -> Pipeline:
+    import ds_lite
+    from ds_lite.pipe.module import PipelineModule
+
+    model = PipelineModule(
+        layers=[_given(layer) for layer in copy.deepcopy(list(layers))],
+        num_stages=num_stages,
+        loss_fn=loss_fn,
+        **(module or {}),
+    )
+    settings = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": num_micro_batches,
+        "optimizer": {"type": optimizer, "params": {"lr": lr}},
+        **(config or {}),
+    }
+    engine, *_ = ds_lite.initialize(model=model, config=settings)
+    return Pipeline(engine)
+
+
+class Pipeline:
+    """The contract's handle around one PipelineEngine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.stage_id: int = engine.stage_id
+        self.replica: int = engine.grid.get_data_parallel_id()
+        self.num_replicas: int = engine.grid.get_data_parallel_world_size()
+
+    def train_batch(self, data_iter: Iterator[MicroBatch]) -> Tensor:
+        return self.engine.train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Iterator[MicroBatch]) -> Tensor:
+        return self.engine.eval_batch(data_iter)
+
+    def compute_gradients(self, data_iter: Iterator[MicroBatch]) -> Tensor:
+        return self.engine.compute_gradients(data_iter)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        mine = self.engine.gradients  # of this rank's stage
+        return merge_equal({name: mine.full(name) for name in mine.names()})
+
+    def weights(self) -> dict[str, Tensor]:
+        return merge_equal({name: p.detach() for name, p in self.engine.module.named_parameters()})
+
+    def norm(self) -> Tensor:
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float64)
+
+
+def merge_equal(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """All ranks' tensors (or None) by name; ranks that share a name must hold the same values, bit by bit."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(mine))
+    merged: dict[str, Any] = {}
+    for rank, tensors in enumerate(everyone):
+        for name, tensor in tensors.items():
+            first = merged.setdefault(name, tensor)
+            same = first is tensor if first is None or tensor is None else torch.equal(first, tensor)
+            assert same, f"{name} on rank {rank} differs from a lower rank's"
+    return merged
+
+
+def _written(schedule: Any) -> list[list[str]]:
+    return [[_word(instruction) for instruction in step] for step in schedule.steps()]
+
+
+def _word(instruction: Any) -> str:
+    buffer_id = getattr(instruction, "buffer_id", None)
+    return instruction.name if buffer_id is None else f"{instruction.name}({buffer_id})"
+
+
+def _given(layer: Layer) -> Any:
+    """A Tied layer as TiedLayerSpec whose `build` hands out the module that is there already."""
+    if not isinstance(layer, Tied):
+        return layer
+    from ds_lite.pipe.module import TiedLayerSpec
+
+    built = layer.module
+    typename = type(type(built).__name__, (nn.Module,), {"__new__": lambda cls: built})
+    names = [name for name, _ in built.named_parameters()]
+    return TiedLayerSpec(layer.key, typename, forward_fn=layer.forward, tied_weight_attr=names)
