@@ -96,7 +96,9 @@ class Ledger:
         row.payload += payload
         row.sent += sent
 
-    def total(self, axis: str | None = None, operation: str | None = None, instruction: str | None = None) -> Traffic:
+    def total(
+        self, axis: str | None = None, operation: str | None = None, instruction: str | None = None
+    ) -> Traffic:
         """The sum of the rows that match every name given."""
         wanted = (axis, operation, instruction)
         sums = Traffic()
@@ -223,6 +225,11 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 # ------------------------------------------------------------------------------------ the collectives
 
 
+# torch 2.13 renamed these two and warns on every call of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class _Done:
     """The handle of a collective that had nobody to talk to."""
 
@@ -265,7 +272,7 @@ def all_gather_into_tensor(
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
     _note("all_gather", group, _bytes(output_tensor), (n - 1) * _bytes(tensor))
-    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+    return _all_gather(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def all_gather(
@@ -290,7 +297,7 @@ def reduce_scatter_tensor(
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
     _note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def all_to_all_single(
@@ -321,7 +328,9 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     return dist.barrier(group=group, async_op=async_op)
 
 
-def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "send") -> Work:
+def isend(
+    tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "send"
+) -> Work:
     """Start sending `tensor` to the global rank `dst`; keep it unchanged until the handle is waited."""
     _note(operation, group, _bytes(tensor), _bytes(tensor))
     work = dist.isend(tensor, dst, group=group, tag=tag)
@@ -329,7 +338,9 @@ def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int 
     return work
 
 
-def irecv(tensor: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "recv") -> Work:
+def irecv(
+    tensor: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "recv"
+) -> Work:
     """Post a receive from the global rank `src` into `tensor`, of exactly the size that was sent."""
     _note(operation, group, _bytes(tensor), 0)
     work = dist.irecv(tensor, src, group=group, tag=tag)

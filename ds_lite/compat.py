@@ -1,7 +1,8 @@
 """DeepSpeed's import paths, under `ds_lite` (§9.2).
 
-A script of the chapter runs after one word is changed, so `ds_lite.runtime.pipe.schedule` must import although
-the code stands in `ds_lite/pipe/schedule.py`. `PATHS` is the whole table; `install` makes Python honour it.
+A script of the chapter runs after one word is changed, so `ds_lite.runtime.pipe.schedule` must import
+although the code stands in `ds_lite/pipe/schedule.py`.
+`PATHS` is the whole table; `install` makes Python honour it.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ class RepeatingLoader:
 
     def _start_again(self) -> None:
         self.epoch += 1
-        sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.epoch)
         self._iterator = iter(self.loader)
 
 
@@ -66,7 +66,9 @@ def make_loader(
     `options` go to `torch.utils.data.DataLoader`; a `sampler` given there is used as it is.
     """
     if options.get("sampler") is None:
-        options["sampler"] = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=True, seed=seed)
+        options["sampler"] = DistributedSampler(
+            dataset, num_replicas=replicas, rank=replica, shuffle=True, seed=seed
+        )
     return DataLoader(dataset, batch_size=batch_size, drop_last=True, **options)
 
 
@@ -82,8 +84,8 @@ def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str
         )
     if not hasattr(iterator, "__next__"):
         raise TypeError(
-            f"data_iter on {where} is a {type(iterator).__name__}, which starts anew in every call; pass an iterator, "
-            f"iter(loader), or call set_dataloader(loader) once (§9.2)"
+            f"data_iter on {where} is a {type(iterator).__name__}, which starts anew in every call; pass an "
+            f"iterator, iter(loader), or call set_dataloader(loader) once (§9.2)"
         )
     batches: list[tuple[Any, Any]] = []
     for index in range(count):
@@ -91,8 +93,8 @@ def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str
             batch = next(iterator)
         except StopIteration:
             raise ValueError(
-                f"the data iterator ended after {index} of {count} micro-batches on {where}; give one that lasts, "
-                f"e.g. ds_lite.utils.RepeatingLoader (§9.2)"
+                f"the data iterator ended after {index} of {count} micro-batches on {where}; give one that "
+                f"lasts, e.g. ds_lite.utils.RepeatingLoader (§9.2)"
             ) from None
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""

@@ -1,8 +1,8 @@
 """The engine of plain data parallelism: forward, backward, step (§9.1).
 
-Each replica runs its own micro-batches; `backward` divides by the number of accumulation steps, and at the last
-of them the gradients are averaged over the data axis by the rules of `gradients.py`. `step` clips by one norm
-over all ranks, steps the optimizer and the schedule, and clears the gradients.
+Each replica runs its own micro-batches; `backward` divides by the number of accumulation steps, and at the
+last of them the gradients are averaged over the data axis by the rules of `gradients.py`.
+`step` clips by one norm over all ranks, steps the optimizer and the schedule, and clears the gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Engine:
     shard.
 
     Source: §9.1; DeepSpeed `runtime/engine.py::DeepSpeedEngine` @ 0.19.8.
-    Differs: gradients are never clipped unless the config says so; the reported norm is taken before clipping.
+    Differs: gradients are never clipped unless the config says so; the reported norm is the one before.
     """
 
     def __init__(
@@ -101,7 +101,9 @@ class Engine:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update the weights."""
         if not self._syncs:
-            raise RuntimeError("step() inside no_sync(): the gradients are not averaged there; leave it first (§9.1)")
+            raise RuntimeError(
+                "step() inside no_sync(): the gradients are not averaged there; leave it first (§9.1)"
+            )
         if self.is_gradient_accumulation_boundary():
             self._take_optimizer_step(lr_kwargs)
         self.micro_steps += 1
@@ -109,7 +111,9 @@ class Engine:
     def _take_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Norm, clip, optimizer, gather, schedule, clear: the end of the order in DESIGN section 5."""
         if self.optimizer is None:
-            raise ValueError("training needs an optimizer; name one in the config or pass it to initialize (§9.1)")
+            raise ValueError(
+                "training needs an optimizer; name one in the config or pass it to initialize (§9.1)"
+            )
         norm = self.gradients.norm()
         self._norm = float(norm)
         if self.config.gradient_clipping > 0:
@@ -132,6 +136,10 @@ class Engine:
             yield
         finally:
             self._syncs = True
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The loader that a script finds as `engine.training_dataloader`."""
+        self.training_dataloader = loader
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -171,7 +179,7 @@ class Engine:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients of the last step, before clipping; equal on every rank. None before a step."""
+        """The 2-norm of all gradients of the last step before clipping, the same on every rank."""
         return self._norm
 
     def zero_optimization_stage(self) -> int:

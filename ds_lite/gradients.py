@@ -146,7 +146,9 @@ class Gradients:
     `buckets` together hold every trainable parameter once; `zero.py` brings buckets that keep shards.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: Sequence[Bucket], ties: Sequence[Tie]) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], buckets: Sequence[Bucket], ties: Sequence[Tie]
+    ) -> None:
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
         self.buckets = list(buckets)

@@ -38,9 +38,13 @@ class PipelineParallelGrid:
     Differs: no primes are guessed when the topology is missing; ranks alone on an axis make no group.
     """
 
-    def __init__(self, topology: ProcessTopology | None = None, process_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: ProcessGroup | None = None
+    ) -> None:
         world_size = comm.get_world_size(process_group)
-        self._topology = topology if topology is not None else PipeDataParallelTopology(num_pp=1, num_dp=world_size)
+        self._topology = (
+            topology if topology is not None else PipeDataParallelTopology(num_pp=1, num_dp=world_size)
+        )
         self._check(world_size)
         self.global_rank = comm.get_rank()
         self.world_size = world_size
@@ -60,8 +64,8 @@ class PipelineParallelGrid:
         if self._topology.world_size() != world_size:
             sizes = " * ".join(f"{name}={self._topology.get_dim(name)}" for name in names)
             raise ValueError(
-                f"the topology {sizes} = {self._topology.world_size()} ranks does not fit a world of {world_size}; "
-                f"start {self._topology.world_size()} processes or change an axis (§9.11)"
+                f"the topology {sizes} = {self._topology.world_size()} ranks does not fit a world of "
+                f"{world_size}; start {self._topology.world_size()} processes or change an axis (§9.11)"
             )
 
     def _make_group(self, axes: tuple[str, ...]) -> None:
@@ -145,7 +149,9 @@ class PipelineParallelGrid:
         if "pipe" in self._coord:
             coord["pipe"] = stage_id
         elif stage_id != 0:
-            raise ValueError(f"stage_id={stage_id} in a topology without a pipe axis; only stage 0 exists (§9.11)")
+            raise ValueError(
+                f"stage_id={stage_id} in a topology without a pipe axis; only stage 0 exists (§9.11)"
+            )
         return self._topology.get_rank(**coord)
 
     def get_pipe_parallel_rank(self) -> int:
@@ -220,4 +226,3 @@ class PipelineParallelGrid:
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
         return self.group("data", "seq")
-

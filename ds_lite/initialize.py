@@ -45,9 +45,9 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """Make the engine of a model: a PipelineEngine for a PipelineModule, else plain data parallelism.
 
-    Returns (engine, optimizer, training_dataloader, lr_scheduler). `optimizer` and `lr_scheduler` may be objects,
-    functions that make them from the parameters or the optimizer, or names in the config. The config is a
-    dict or a path, or `args.deepspeed_config`.
+    Returns (engine, optimizer, training_dataloader, lr_scheduler). `optimizer` and `lr_scheduler` may be
+    objects, functions that make them from the parameters or from the optimizer, or names in the config.
+    The config is a dict or a path, or `args.deepspeed_config`.
 
     Communication: creates the process groups, broadcasts weights over the data axis and along ties.
     Raises: ValueError or TypeError, on every rank, for what does not fit together.
@@ -56,7 +56,9 @@ def initialize(
     Differs: `mpu` with a PipelineModule is accepted when it agrees with the module's own grid.
     """
     if model is None:
-        raise ValueError("initialize needs a model; pass model=PipelineModule(...) or any torch module (§9.2)")
+        raise ValueError(
+            "initialize needs a model; pass model=PipelineModule(...) or any torch module (§9.2)"
+        )
     if mesh_param is not None:
         raise ValueError("mesh_param is not yet supported; give a PipelineModule a topology instead (§9.11)")
     checked = load_config(_the_one_config(args, config, config_params))
@@ -105,19 +107,22 @@ def _topology_of(model: nn.Module, config: DSConfig, mpu: Any) -> ProcessTopolog
     if isinstance(model, PipelineModule):
         topology = model.topology()
     elif mpu is not None:
-        raise ValueError("mpu with a model that is not a PipelineModule is not yet supported; leave it out (§9.7)")
+        raise ValueError(
+            "mpu with a model that is not a PipelineModule is not yet supported; leave it out (§9.7)"
+        )
     else:
         topology = PipeDataParallelTopology(num_pp=1, num_dp=comm.get_world_size())
     replicas = max(1, topology.get_dim("data"))
     for axis in ("seq", "model"):
         if topology.get_dim(axis) > 1:
             raise ValueError(
-                f"topology axis {axis}={topology.get_dim(axis)} is not yet supported; use pipe and data (§9.11)"
+                f"topology axis {axis}={topology.get_dim(axis)} is not yet supported; use pipe and data "
+                f"(§9.11)"
             )
     if config.data_parallel_size not in (None, replicas):
         raise ValueError(
-            f"data_parallel_size={config.data_parallel_size} in the config, but the ranks form {replicas} replicas; "
-            f"remove the key or change the topology (§9.2)"
+            f"data_parallel_size={config.data_parallel_size} in the config, but the ranks form {replicas} "
+            f"replicas; remove the key or change the topology (§9.2)"
         )
     resolve_batch(
         config.train_batch_size,
@@ -135,8 +140,8 @@ def _check_mpu(mpu: Any, grid: PipelineParallelGrid) -> None:
             method = getattr(mpu, f"get_{name}_{what}", None)
             if method is not None and method() != (ours := getattr(grid, f"get_{name}_{what}")()):
                 raise ValueError(
-                    f"mpu.get_{name}_{what}() is {method()} but the PipelineModule's grid says {ours}; pass an mpu "
-                    f"of the same layout, or none (§9.7)"
+                    f"mpu.get_{name}_{what}() is {method()} but the PipelineModule's grid says {ours}; pass "
+                    f"an mpu of the same layout, or none (§9.7)"
                 )
 
 
@@ -152,22 +157,30 @@ def _make_optimizer(
     if callable(optimizer):
         return optimizer(parameters)
     if optimizer is not None:
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass an Optimizer, a function or None (§9.2)")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; pass an Optimizer, a function or None (§9.2)"
+        )
     if config.optimizer is None:
         return None
     kind, options = _optimizer_class(config.optimizer.type, dict(config.optimizer.params))
     try:
         return kind(parameters, **options)
     except TypeError as error:
-        raise ValueError(f"optimizer.params do not fit {kind.__name__}: {error}; correct the config (§9.2)") from None
+        raise ValueError(
+            f"optimizer.params do not fit {kind.__name__}: {error}; correct the config (§9.2)"
+        ) from None
 
 
-def _optimizer_class(name: str, options: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _optimizer_class(
+    name: str, options: dict[str, Any]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class in torch.optim by a case-insensitive name; `torch_adam` and `adam_w_mode` are DeepSpeed's."""
     known = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
     }
     if name.lower() not in known:
         names = sorted(kind.__name__ for kind in known.values())
@@ -176,7 +189,9 @@ def _optimizer_class(name: str, options: dict[str, Any]) -> tuple[type[torch.opt
         raise ValueError(f"optimizer.type={name!r} is not in torch.optim; {hint}choose from {names} (§9.2)")
     kind = known[name.lower()]
     if kind is torch.optim.LBFGS:
-        raise ValueError("optimizer LBFGS needs a closure that train_batch does not have; choose another (§9.2)")
+        raise ValueError(
+            "optimizer LBFGS needs a closure that train_batch does not have; choose another (§9.2)"
+        )
     options.pop("torch_adam", None)
     if options.pop("adam_w_mode", False) and kind is torch.optim.Adam:
         kind = torch.optim.AdamW
@@ -190,7 +205,9 @@ def _make_scheduler(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None, 
         return lr_scheduler
     wanted = lr_scheduler is not None or config.scheduler is not None
     if wanted and optimizer is None:
-        raise ValueError("a learning-rate schedule needs an optimizer; name one in the config or pass it (§9.2)")
+        raise ValueError(
+            "a learning-rate schedule needs an optimizer; name one in the config or pass it (§9.2)"
+        )
     if lr_scheduler is not None:
         return lr_scheduler(optimizer)
     if config.scheduler is None:
@@ -205,6 +222,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Source: §9.2; DeepSpeed `__init__.py::add_config_arguments` @ 0.19.8.
     """
     group = parser.add_argument_group("ds_lite", "engine and configuration")
-    group.add_argument("--deepspeed", "--ds_lite", action="store_true", help="use the engine (the script decides)")
-    group.add_argument("--deepspeed_config", "--ds_lite_config", type=str, default=None, help="path of a ds_config")
+    group.add_argument(
+        "--deepspeed", "--ds_lite", action="store_true", help="use the engine (the script decides)"
+    )
+    group.add_argument(
+        "--deepspeed_config", "--ds_lite_config", type=str, default=None, help="path of a ds_config"
+    )
     return parser

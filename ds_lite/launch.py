@@ -46,7 +46,7 @@ def run(function: Callable[..., Any], nproc: int, *args: Any, limit_s: float = 1
 
     `function` must be at the top level of its file. Each process has joined the job already.
 
-    Raises: JobFailed with the hang table if a process fails, dies, or stays over `limit_s` in one instruction.
+    Raises: JobFailed with the hang table if a process fails, dies, or is over `limit_s` in one instruction.
     """
     with tempfile.TemporaryDirectory(prefix="ds_lite-") as folder:
         call = Path(folder) / "call.pickle"
@@ -73,7 +73,9 @@ def run_script(
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank*.trace"):
             old.unlink()
-        processes = _start(nproc, Path(meeting_place), limit_s, ["script", str(script), *args], trace_dir=folder)
+        processes = _start(
+            nproc, Path(meeting_place), limit_s, ["script", str(script), *args], trace_dir=folder
+        )
         codes = _watch(processes)
         try:
             _raise_if_failed(codes, folder)

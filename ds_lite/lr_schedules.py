@@ -143,7 +143,7 @@ SCHEDULES = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCos
 
 
 class GroupScheduler(LRScheduler):
-    """One schedule per parameter group. Its state is plain numbers; a state saved by DeepSpeed loads too."""
+    """One schedule per parameter group. Its state is the iteration alone, as in DeepSpeed."""
 
     def __init__(self, optimizer: Optimizer, schedules: list[Schedule]) -> None:
         self.schedules = schedules
@@ -161,11 +161,11 @@ class GroupScheduler(LRScheduler):
                 group[key] = (momentum, 0.99) if key == "betas" else momentum  # DeepSpeed fixes 0.99
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_batch_iteration": self.last_epoch - 1, "base_lrs": [float(lr) for lr in self.base_lrs]}
+        return {"last_batch_iteration": self.last_epoch - 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base_lrs = list(state_dict.get("base_lrs", self.base_lrs))
-        self.last_epoch, self._step_count = state_dict["last_batch_iteration"], 0
+        self.last_epoch = state_dict["last_batch_iteration"]
+        self._step_count = 0  # else torch warns that no optimizer step came before
         self.step()
 
 
@@ -183,8 +183,7 @@ def build_scheduler(name: str, params: dict[str, Any], optimizer: Optimizer) -> 
     if missing := [key for key, p in known.items() if p.default is p.empty and key not in params]:
         raise ValueError(f"{name} lacks {', '.join(missing)}; add it to scheduler.params (§9.2)")
     if name not in SCHEDULES:
-        scheduler: LRScheduler = kinds[name](optimizer=optimizer, **params)
-        return scheduler
+        return kinds[name](optimizer=optimizer, **params)
     groups = range(len(optimizer.param_groups))
     lists = {k: v for k, v in params.items() if k.endswith(("_lr", "_mom")) and isinstance(v, list | tuple)}
     for key, values in lists.items():

@@ -74,7 +74,9 @@ class Event:
 class Trace:
     """The row of this process: `begin` and `end` around each instruction, `fail` when it dies."""
 
-    def __init__(self, path: Path | None, rank: int, world_size: int, *, limit_s: float | None = None) -> None:
+    def __init__(
+        self, path: Path | None, rank: int, world_size: int, *, limit_s: float | None = None
+    ) -> None:
         self.path, self.rank, self.world_size, self.limit_s = path, rank, world_size, limit_s
         self.instruction, self.step = "", 0
         self._name, self._micro_batch, self._since, self._count = b"", -1, 0.0, 0
@@ -97,7 +99,9 @@ class Trace:
         """running, failed, stuck or done; `note` is one line of explanation."""
         _STATE.pack_into(self._map, _AT_STATE, status.encode()[:16], note.encode()[:400])
 
-    def begin(self, instruction: str, micro_batch_id: int = -1, peer: int = -1, shape: Iterable[int] = ()) -> None:
+    def begin(
+        self, instruction: str, micro_batch_id: int = -1, peer: int = -1, shape: Iterable[int] = ()
+    ) -> None:
         """An instruction starts now."""
         self.instruction = instruction
         self._name, self._micro_batch, self._since = instruction.encode()[:24], micro_batch_id, time.time()
@@ -108,7 +112,15 @@ class Trace:
         dims = tuple(shape)[:4]
         padded = (*dims, 0, 0, 0, 0)[:4]
         _NOW.pack_into(
-            self._map, _AT_NOW, self._name, self._micro_batch, peer, len(dims), *padded, self.step, self._since
+            self._map,
+            _AT_NOW,
+            self._name,
+            self._micro_batch,
+            peer,
+            len(dims),
+            *padded,
+            self.step,
+            self._since,
         )
 
     def end(self) -> None:
@@ -186,7 +198,9 @@ def current() -> Trace:
     return _current
 
 
-def open_trace(folder: str | os.PathLike[str], rank: int, world_size: int, *, limit_s: float | None = None) -> Trace:
+def open_trace(
+    folder: str | os.PathLike[str], rank: int, world_size: int, *, limit_s: float | None = None
+) -> Trace:
     """Keep this rank's row in `folder`; an uncaught exception from now on is written there and ends at once.
 
     Leaving at once (`os._exit`) matters: a normal exit may wait for peers that wait for this rank.
@@ -252,7 +266,19 @@ def _row_of(data: bytes) -> Row | None:
     dims, step, since = tuple(rest[:ndim]), rest[4], rest[5]
     instruction = _text(name)
     return Row(
-        rank, world_size, pid, stage_id, _text(place), status, instruction, micro_batch_id, peer, dims, step, since, note
+        rank,
+        world_size,
+        pid,
+        stage_id,
+        _text(place),
+        status,
+        instruction,
+        micro_batch_id,
+        peer,
+        dims,
+        step,
+        since,
+        note,
     )
 
 
@@ -274,7 +300,9 @@ def _events_of(data: memoryview) -> list[Event]:
     (count,) = _COUNT.unpack_from(data, _AT_COUNT)
     events = []
     for index in range(max(0, count - _CAPACITY), count):
-        name, micro_batch_id, start, end = _EVENT.unpack_from(data, _AT_EVENTS + (index % _CAPACITY) * _EVENT.size)
+        name, micro_batch_id, start, end = _EVENT.unpack_from(
+            data, _AT_EVENTS + (index % _CAPACITY) * _EVENT.size
+        )
         events.append(Event(rank, stage_id, _text(name), micro_batch_id, start, end))
     return events
 
@@ -282,7 +310,9 @@ def _events_of(data: memoryview) -> list[Event]:
 def table(rows: list[Row], now: float | None = None) -> str:
     """The hang table: one line a rank; look first for the rank whose line differs from its peers'."""
     now = time.time() if now is None else now
-    lines = [("rank", "stage", "place", "status", "instruction", "micro-batch", "peer", "shape", "for", "note")]
+    lines = [
+        ("rank", "stage", "place", "status", "instruction", "micro-batch", "peer", "shape", "for", "note")
+    ]
     for row in rows:
         inside = row.instruction != ""
         lines.append(
@@ -301,5 +331,6 @@ def table(rows: list[Row], now: float | None = None) -> str:
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )

@@ -119,7 +119,9 @@ class ShardedBucket(Bucket):
             piece.shard.grad = None
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, group: ProcessGroup, divisor: int) -> list[ShardedBucket]:
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, group: ProcessGroup, divisor: int
+) -> list[ShardedBucket]:
     """Make `optimizer` own this rank's shards instead of whole parameters; its groups and options stay.
 
     Raises: ValueError for an optimizer that is not elementwise or that already has state.

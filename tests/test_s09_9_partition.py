@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lite.pipe.partition import partition_balanced, partition_layers, partition_uniform
@@ -81,6 +81,7 @@ def test_uniform_parts_differ_by_at_most_one_and_the_longer_come_first():
             assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=10), st.data())
 def test_balanced_parts_cover_all_items_and_are_never_worse_than_uniform_on_equal_weights(weights, data):
     num_parts = data.draw(st.integers(1, len(weights)))

@@ -26,8 +26,8 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
             raise TypeError(
-                f"LayerSpec needs a subclass of torch.nn.Module, got {typename!r}; put a plain function into the "
-                f"list of layers as it is (§9.9.1)"
+                f"LayerSpec needs a subclass of torch.nn.Module, got {typename!r}; put a plain function into "
+                f"the list of layers as it is (§9.9.1)"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
@@ -50,7 +50,7 @@ class TiedLayerSpec(LayerSpec):
     output head. `tied_weight_attr` names attributes that must exist; dots reach into submodules.
 
     Source: §9.9.2; DeepSpeed `runtime/pipe/module.py::TiedLayerSpec` @ 0.19.8.
-    Differs: the whole module is tied, so every parameter that gets a gradient anywhere stays equal everywhere.
+    Differs: the whole module is tied, so every parameter with a gradient anywhere stays equal everywhere.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class TiedLayerSpec(LayerSpec):
         if not isinstance(key, str) or not key or "." in key:
             raise ValueError(f"tied key {key!r} must be a non-empty string without dots (§9.9.2)")
         self.key, self.forward_fn = key, forward_fn
-        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
 
 
 Layer = LayerSpec | nn.Module | Callable[..., Any]
@@ -101,7 +103,7 @@ def build_for_inspection(spec: LayerSpec) -> nn.Module:
 
 
 def check_layers(layers: Sequence[Layer], pipeline_class: type[nn.Module]) -> list[Layer]:
-    """The layers as a list. TypeError for one that cannot be called, ValueError for an empty or nested one."""
+    """The layers as a list. TypeError for one that cannot be called, ValueError for an empty list."""
     specs = list(layers)
     if not specs:
         raise ValueError("PipelineModule got an empty list of layers; give at least one per stage (§9.9)")
@@ -109,10 +111,13 @@ def check_layers(layers: Sequence[Layer], pipeline_class: type[nn.Module]) -> li
         if isinstance(layer, pipeline_class) or (
             isinstance(layer, LayerSpec) and issubclass(layer.typename, pipeline_class)
         ):
-            raise NotImplementedError(f"layer {index} is itself a PipelineModule; put its layers into one list (§9.9)")
+            raise NotImplementedError(
+                f"layer {index} is itself a PipelineModule; put its layers into one list (§9.9)"
+            )
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise TypeError(
-                f"layer {index} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a function (§9.9)"
+                f"layer {index} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
+                f"function (§9.9)"
             )
     return specs
 
@@ -135,8 +140,8 @@ def check_ties(specs: Sequence[Layer]) -> dict[str, list[int]]:
         first = shapes.setdefault(spec.key, mine)
         if mine != first:
             raise ValueError(
-                f"tied key {spec.key!r}: layer {index} has parameters {mine} but layer {uses[spec.key][0]} has "
-                f"{first}; all uses of a key must be the same module (§9.9.2)"
+                f"tied key {spec.key!r}: layer {index} has parameters {mine} but layer {uses[spec.key][0]} "
+                f"has {first}; all uses of a key must be the same module (§9.9.2)"
             )
         uses.setdefault(spec.key, []).append(index)
     return uses
@@ -149,8 +154,8 @@ def _check_attribute(module: nn.Module, attribute: str, spec: TiedLayerSpec, ind
     if value is None:
         names = [name for name, _ in module.named_parameters()]
         raise ValueError(
-            f"tied key {spec.key!r}: {spec.typename.__name__} (layer {index}) has no attribute {attribute!r}; its "
-            f"parameters are {names}; set tied_weight_attr (§9.9.2)"
+            f"tied key {spec.key!r}: {spec.typename.__name__} (layer {index}) has no attribute "
+            f"{attribute!r}; its parameters are {names}; set tied_weight_attr (§9.9.2)"
         )
 
 

@@ -1,8 +1,8 @@
 """The pipeline engine: one loop over instructions, one method for each (§9.2 §9.10).
 
-`train_batch` asks the schedule for this stage's instruction stream and dispatches it. What a hang shows is the
-instruction this loop is in (`trace.py`). Nothing here knows 1F1B: another schedule is another stream. What the
-instructions do with tensors stands in `stage.py`, what the reductions do in `gradients.py`.
+`train_batch` asks the schedule for this stage's instruction stream and dispatches it. What a hang shows is
+the instruction this loop is in (`trace.py`). Nothing here knows 1F1B: another schedule is another stream.
+What instructions do with tensors stands in `stage.py`, what the reductions do in `gradients.py`.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class PipelineEngine(Engine):
     # ----------------------------------------------------------------------------------- whole batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
-        """One optimizer step over m micro-batches; the mean loss over micro-batches and replicas, on every rank.
+        """One optimizer step over m micro-batches; the mean loss over them and all replicas, on every rank.
 
-        `data_iter` gives (inputs, labels) on the first and on the last stage; other stages do not read it, and
-        without it the iterator of `set_dataloader` serves. A loss_fn may return several losses: the first is
-        trained on, and the means of all come back as a tuple.
+        `data_iter` gives (inputs, labels) on the first and on the last stage; other stages do not read it,
+        and without it the iterator of `set_dataloader` serves. A loss_fn may return several losses: the
+        first is trained on, and the means of all come back as a tuple.
 
         Communication: per stage m activations and m gradients to each neighbour, the reductions of
         `gradients.py`, and the loss from stage to stage.
@@ -99,7 +99,9 @@ class PipelineEngine(Engine):
         self, data_iter: Iterator[Any] | None, without: tuple[type[PipeInstruction], ...]
     ) -> Any:
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() inside torch.no_grad(); use eval_batch() or enable gradients (§9.2)")
+            raise RuntimeError(
+                "train_batch() inside torch.no_grad(); use eval_batch() or enable gradients (§9.2)"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._load(self.data_iterator, self.micro_batches, training=True)
@@ -120,11 +122,11 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss in eval mode without gradients; weights, counters, iterator and mode stay as they were.
+        """The mean loss in eval mode, without gradients; weights, counters, iterator and mode stay as is.
 
-        `reduce_output=None` gives a list with one loss per micro-batch instead. With `return_logits` the result
-        is (loss, outputs of the last micro-batch); the outputs are on the last stage, None elsewhere. With
-        `bcast_loss=False` the loss is on the last stage, None elsewhere; `compute_loss=False` gives None.
+        `reduce_output=None` gives a list with one loss per micro-batch instead. With `return_logits` the
+        result is (loss, outputs of the last micro-batch); the outputs are on the last stage, None elsewhere.
+        With `bcast_loss=False` the loss is on the last stage, None elsewhere; with `compute_loss=False` None.
 
         Raises: ValueError for another `reduce_output`; what `train_batch` raises for its data.
         """
@@ -159,7 +161,9 @@ class PipelineEngine(Engine):
     def _mean_losses(self) -> tuple[Tensor, ...]:
         """Over micro-batches and replicas, on the last stage; every micro-batch weighs the same."""
         per_kind = zip(*self.stage.losses, strict=True)
-        return self._mean_over_replicas(tuple(torch.stack(kind).double().mean().to(kind[0].dtype) for kind in per_kind))
+        return self._mean_over_replicas(
+            tuple(torch.stack(kind).double().mean().to(kind[0].dtype) for kind in per_kind)
+        )
 
     def _mean_over_replicas(self, losses: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not losses or self.grid.size("data") == 1:
@@ -189,7 +193,9 @@ class PipelineEngine(Engine):
             try:
                 if self.is_first_stage() or self.is_last_stage():
                     where = f"stage {self.stage_id} (global_rank {self.global_rank})"
-                    source = map(self.batch_fn, iterator) if self.batch_fn and iterator is not None else iterator
+                    source = (
+                        map(self.batch_fn, iterator) if self.batch_fn and iterator is not None else iterator
+                    )
                     self.stage.loaded.extend(take_micro_batches(source, count, where=where))
             except Exception as failure:  # from the user's loader: anything; raised again on every rank
                 error = failure
@@ -205,7 +211,9 @@ class PipelineEngine(Engine):
         """The schedule of `eval_batch`; a subclass may return another."""
         return InferenceSchedule(micro_batches, self.num_stages, self.stage_id)
 
-    def _exec_schedule(self, pipe_schedule: PipeSchedule, without: tuple[type[PipeInstruction], ...] = ()) -> None:
+    def _exec_schedule(
+        self, pipe_schedule: PipeSchedule, without: tuple[type[PipeInstruction], ...] = ()
+    ) -> None:
         """Run a schedule: for each step, for each instruction in it, call the method of its class."""
         for step_commands in pipe_schedule:
             for command in step_commands:
@@ -213,15 +221,19 @@ class PipelineEngine(Engine):
                 if kind in without:
                     continue
                 if kind not in self._INSTRUCTION_MAP:
-                    raise RuntimeError(f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)")
+                    raise RuntimeError(
+                        f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)"
+                    )
                 micro_batch_id = getattr(command, "micro_batch_id", None)
-                self.trace.begin(command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind))
+                self.trace.begin(
+                    command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind)
+                )
                 MethodType(self._INSTRUCTION_MAP[kind], self)(**command.kwargs)
                 self.trace.end()
 
     def _peer_of(self, kind: type[PipeInstruction]) -> int:
         """The global rank that an instruction talks to, for the hang table; -1 if none."""
-        links = {
+        links: dict[type[PipeInstruction], StageLink | None] = {
             RecvActivation: self.stage.previous,
             SendGrad: self.stage.previous,
             SendActivation: self.stage.next,

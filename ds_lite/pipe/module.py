@@ -1,8 +1,8 @@
 """A model as a list of layers, of which each stage builds only its own (§9.9).
 
 A `LayerSpec` is a recipe: class and arguments, built where it is needed. `PipelineModule` cuts the list into
-stages, builds the layers of this rank's stage one at a time from seeds that do not depend on the cut, and runs
-them. Layers that share weights across stages are `TiedLayerSpec`s with one key.
+stages, builds the layers of this rank's stage one at a time from seeds that do not depend on the cut, and
+runs them. Layers that share weights across stages are `TiedLayerSpec`s with one key.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from torch import nn
 from ds_lite import checkpointing, comm
 from ds_lite.gradients import Tie, tag
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.pipe.building import LayerSpec, TiedLayerSpec, layer_name, parameter_count, rng_restored, set_random_seed
-from ds_lite.pipe.building import check_layers, check_ties
+from ds_lite.pipe.building import (
+    LayerSpec,
+    TiedLayerSpec,
+    check_layers,
+    check_ties,
+    layer_name,
+    parameter_count,
+    rng_restored,
+    set_random_seed,
+)
 from ds_lite.pipe.partition import partition_layers
 from ds_lite.topology import PipeDataParallelTopology, ProcessTopology
 
@@ -28,15 +36,15 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 class PipelineModule(nn.Module):
     """The layers of this rank's stage, out of a model given as a list.
 
-    `layers` holds LayerSpecs, modules and plain callables; each is called with the previous output as its only
-    argument (a tuple stays one tuple). Give `num_stages` or a `topology` with a pipe axis. State-dict keys are
-    `{global layer index}.…` and `tied_modules.{key}.…`, the same for every number of stages.
+    `layers` holds LayerSpecs, modules and plain callables; each is called with the previous output as its
+    only argument (a tuple stays one tuple). Give `num_stages` or a `topology` with a pipe axis. State-dict
+    keys are `{global layer index}.…` and `tied_modules.{key}.…`, the same for every number of stages.
 
     Units: `activation_checkpoint_interval` in layers, 0 is off. `base_seed` with `seed_layers`: layer i is
     built from seed base_seed + i, and runs its k-th forward from seed base_seed * k + i.
-    Raises: ValueError for neither or contradicting num_stages and topology, a world that stages do not divide,
-    more stages than layers, a partition method that fits nothing, a tie that lacks its attribute; TypeError for
-    a layer that cannot be called. All from values equal on every rank, before any collective.
+    Raises: ValueError for neither or contradicting num_stages and topology, a world that stages do not
+    divide, more stages than layers, a partition method that fits nothing, a tie that lacks its attribute;
+    TypeError for a layer that cannot be called. All from values equal on every rank, before any collective.
 
     Source: §9.9; DeepSpeed `runtime/pipe/module.py::PipelineModule` @ 0.19.8.
     Differs: without `seed_layers` too, initial weights do not depend on the split: one number drawn from the
@@ -62,7 +70,12 @@ class PipelineModule(nn.Module):
         super().__init__()
         if not comm.is_initialized():
             comm.init_distributed(verbose=False)
-        self.loss_fn, self.seed_layers, self.seed_fn, self.base_seed = loss_fn, seed_layers, seed_fn, base_seed
+        self.loss_fn, self.seed_layers, self.seed_fn, self.base_seed = (
+            loss_fn,
+            seed_layers,
+            seed_fn,
+            base_seed,
+        )
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.set_checkpoint_interval(activation_checkpoint_interval)
@@ -101,7 +114,9 @@ class PipelineModule(nn.Module):
                 (self.seed_fn if self.seed_layers and self.seed_fn else set_random_seed)(base + first_use)
                 self.forward_funcs.append(self._build_layer(index, spec))
 
-    def _build_layer(self, index: int, spec: LayerSpec | nn.Module | Callable[..., Any]) -> Callable[..., Any]:
+    def _build_layer(
+        self, index: int, spec: LayerSpec | nn.Module | Callable[..., Any]
+    ) -> Callable[..., Any]:
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in self.tied_modules:
                 module = spec.build()
@@ -172,7 +187,8 @@ class PipelineModule(nn.Module):
         """Recompute in slices of `interval` layers from the next forward on; 0 is off."""
         if not isinstance(interval, int) or interval < 0:
             raise ValueError(
-                f"activation_checkpoint_interval={interval!r} must be a number of layers >= 0; 0 is off (§9.2)"
+                f"activation_checkpoint_interval={interval!r} must be a number of layers >= 0; 0 is "
+                f"off (§9.2)"
             )
         self.activation_checkpoint_interval = interval
 
@@ -185,7 +201,9 @@ class PipelineModule(nn.Module):
     def mpu(self) -> PipelineParallelGrid:
         """The grid, which speaks the mpu protocol; there is one after `initialize`."""
         if self._grid is None:
-            raise ValueError("the PipelineModule has no grid yet; call ds_lite.initialize(model=...) first (§9.7)")
+            raise ValueError(
+                "the PipelineModule has no grid yet; call ds_lite.initialize(model=...) first (§9.7)"
+            )
         return self._grid
 
     def num_pipeline_stages(self) -> int:
@@ -240,8 +258,8 @@ def _agreed_topology(num_stages: int | None, topology: ProcessTopology | None) -
         if world_size % num_stages:
             fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise ValueError(
-                f"world size {world_size} is not divisible by num_stages={num_stages}; choose num_stages from "
-                f"{fitting} or start a multiple of {num_stages} processes (§9.2)"
+                f"world size {world_size} is not divisible by num_stages={num_stages}; choose num_stages "
+                f"from {fitting} or start a multiple of {num_stages} processes (§9.2)"
             )
         return PipeDataParallelTopology(num_pp=num_stages, num_dp=world_size // num_stages)
     if topology.world_size() != world_size:
@@ -252,6 +270,7 @@ def _agreed_topology(num_stages: int | None, topology: ProcessTopology | None) -
     stages = max(1, topology.get_dim("pipe"))
     if num_stages is not None and num_stages != stages:
         raise ValueError(
-            f"num_stages={num_stages} contradicts the topology's pipe axis of {stages}; give one of them (§9.9)"
+            f"num_stages={num_stages} contradicts the topology's pipe axis of {stages}; give one of "
+            f"them (§9.9)"
         )
     return topology

@@ -46,7 +46,7 @@ _FRONT = 2  # magic, length of the description
 
 @dataclass(frozen=True)
 class TensorNote:
-    """What the header says of one tensor; `flag` is "needs a gradient" on the way down, "is here" on the way up."""
+    """What a header says of one tensor; `flag`: needs a gradient (way down), is here (way up)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -142,9 +142,7 @@ class StageLink:
             raise NeighbourError(self.peer, error_from_ints([count, *numbers]))
         notes = _read_notes(count, numbers)
         tensors = tuple(torch.empty(note.shape, dtype=note.dtype, device=self.device) for note in notes)
-        works = [
-            comm.irecv(_as_bytes(tensor), self.peer, self.group) for tensor in tensors if tensor.numel()
-        ]
+        works = [comm.irecv(_as_bytes(tensor), self.peer, self.group) for tensor in tensors if tensor.numel()]
         return Arriving(Message(tensors, tuple(note.flag for note in notes), kind == _TUPLE), works)
 
     def _receive_numbers(self) -> list[int]:
@@ -210,7 +208,9 @@ def init_process_groups(grid: PipelineParallelGrid) -> None:
     _script_grid = grid
 
 
-def send(tensor: Tensor, dest_stage: int, async_op: bool = False, *, grid: PipelineParallelGrid | None = None) -> None:
+def send(
+    tensor: Tensor, dest_stage: int, async_op: bool = False, *, grid: PipelineParallelGrid | None = None
+) -> None:
     """Send one tensor of known shape to a neighbouring stage and wait until it may be reused.
 
     Raises: ValueError if `dest_stage` is not a neighbour (the last stage and stage 0 are), if no grid is
@@ -222,7 +222,9 @@ def send(tensor: Tensor, dest_stage: int, async_op: bool = False, *, grid: Pipel
     comm.isend(_as_bytes(tensor.detach().contiguous()), peer, group).wait()
 
 
-def recv(tensor: Tensor, src_stage: int, async_op: bool = False, *, grid: PipelineParallelGrid | None = None) -> None:
+def recv(
+    tensor: Tensor, src_stage: int, async_op: bool = False, *, grid: PipelineParallelGrid | None = None
+) -> None:
     """Fill `tensor` with what a neighbouring stage sends; shape and dtype must be the sender's.
 
     Raises: as `send`.
@@ -230,7 +232,11 @@ def recv(tensor: Tensor, src_stage: int, async_op: bool = False, *, grid: Pipeli
     Source: §9.11; DeepSpeed `runtime/pipe/p2p.py::recv` @ 0.19.8.
     """
     peer, group = _neighbour(src_stage, grid, async_op)
-    landing = tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    landing = (
+        tensor.detach()
+        if tensor.is_contiguous()
+        else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
     comm.irecv(_as_bytes(landing), peer, group).wait()
     if landing.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(landing)

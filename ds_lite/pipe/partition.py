@@ -52,11 +52,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """
     num_items = len(weights)
     _check_parts(num_items, num_parts)
-    if min(weights) < 0:
-        raise ValueError(
-            f"weights[{list(weights).index(min(weights))}]={min(weights)} is negative; "
-            f"a weight counts work, choose weights >= 0 (§9.9.3)"
-        )
+    _check_weights(weights)
     if num_items == num_parts:
         return list(range(num_parts + 1))
     sums = [0, *accumulate(weights)]
@@ -87,8 +83,7 @@ def partition_layers(
     is searched in each class name without regard to case. `parameter_counts` may be a function; only
     `parameters` calls it, as counting means building every layer.
 
-    Raises: ValueError for more parts than layers, an unknown method, an invalid regex and one that finds
-    nothing.
+    Raises: ValueError for more parts than layers, an unknown method, an invalid or fruitless regex.
 
     >>> names = ["Embed", "Block", "Block", "Norm", "Block", "Block", "Head"]
     >>> partition_layers("type:block", names, lambda: [], 2)
@@ -126,6 +121,15 @@ def _check_parts(num_items: int, num_parts: int) -> None:
             f"num_parts={num_parts} exceeds num_items={num_items}; a stage without a layer has nothing "
             f"to compute, choose at most {max(num_items, 1)} stages (§9.9.3)"
         )
+
+
+def _check_weights(weights: Sequence[float]) -> None:
+    for place, weight in enumerate(weights):
+        if not weight >= 0:
+            raise ValueError(
+                f"weights[{place}]={weight} is negative or no number; "
+                f"a weight counts work, choose weights >= 0 (§9.9.3)"
+            )
 
 
 def _best_last_part(

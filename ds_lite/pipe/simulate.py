@@ -123,6 +123,10 @@ def simulate_streams(
     _per_stage("transfer", transfer, len(streams))
     clock = VirtualClock(streams, costs, transfer=transfer, is_rendezvous=sends == "rendezvous")
     clock.run()
+    return _summary(clock)
+
+
+def _summary(clock: VirtualClock) -> Simulation:
     end_time = max(clock.now, default=0.0)
     return Simulation(
         end_time=end_time,

@@ -47,7 +47,11 @@ class Stage:
     """
 
     def __init__(
-        self, module: PipelineModule, previous: StageLink | None, following: StageLink | None, device: torch.device
+        self,
+        module: PipelineModule,
+        previous: StageLink | None,
+        following: StageLink | None,
+        device: torch.device,
     ) -> None:
         self.module, self.previous, self.next, self.device = module, previous, following, device
         self.loaded: deque[tuple[Any, Any]] = deque()  # micro-batches that the iterator gave for this batch
@@ -121,7 +125,9 @@ class Stage:
         for value in losses:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"the loss must be a tensor with one element, got {what}; reduce it in loss_fn (§9.2)")
+                raise TypeError(
+                    f"the loss must be a tensor with one element, got {what}; reduce it in loss_fn (§9.2)"
+                )
         buffer.loss = losses[0] if torch.is_grad_enabled() else None
         self.losses.append(tuple(value.detach().reshape(()) for value in losses))
 
@@ -171,8 +177,8 @@ class Stage:
         if len(expected) != len(message.tensors) or any(f and s != tuple(t.shape) for s, t, f in here):
             got = [tuple(tensor.shape) for tensor in message.tensors]
             raise RuntimeError(
-                f"stage {self.module.stage_id} sent outputs of shapes {expected} that need a gradient and received "
-                f"gradients of shapes {got}; the two stages do not run the same micro-batch (§9.10)"
+                f"stage {self.module.stage_id} sent outputs of shapes {expected} that need a gradient and "
+                f"received gradients of shapes {got}; the two stages do not run the same micro-batch (§9.10)"
             )
 
     def send_gradient(self, buffer: Buffer) -> None:
@@ -212,7 +218,9 @@ class Stage:
             for work in pending.works:
                 try:
                     work.wait(_PATIENCE)
-                except RuntimeError:  # that neighbour is gone or no longer listens; the error itself is raised
+                except (
+                    RuntimeError
+                ):  # that neighbour is gone or no longer listens; the error itself is raised
                     break
 
 
@@ -224,11 +232,13 @@ def _as_message(outputs: Any, layer: str) -> Message:
         place = f"element {index} of the output" if is_tuple else "the output"
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{place} of {layer} is a {type(tensor).__name__}; between stages only a tensor or a tuple of "
-                f"tensors can travel, so return those there or keep the layer inside a stage (§9.10)"
+                f"{place} of {layer} is a {type(tensor).__name__}; between stages only a tensor or a tuple "
+                f"of tensors can travel, so return those there or keep the layer inside a stage (§9.10)"
             )
         if not can_travel(tensor.dtype) or tensor.layout != torch.strided:
-            raise TypeError(f"{place} of {layer} is {tensor.dtype}, {tensor.layout}; it cannot travel (§9.10)")
+            raise TypeError(
+                f"{place} of {layer} is {tensor.dtype}, {tensor.layout}; it cannot travel (§9.10)"
+            )
     flags = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
     return Message(tensors, flags, is_tuple)
 
@@ -239,5 +249,3 @@ def _with_gradient(message: Message) -> list[Tensor]:
 
 def _unwrapped(tensors: tuple[Tensor, ...], is_tuple: bool) -> Any:
     return tensors if is_tuple else tensors[0]
-
-

@@ -109,19 +109,18 @@ def timeline_svg(
     Source: §9.2.
     """
     _check_spans(spans)
-    frame = _Frame(spans, row_name, width)
+    frame, name = _Frame(spans, row_name, width), escape(title)
     description = description or (
         f"{frame.num_rows} rows, one per {row_name}, over {frame.length:g} {unit}. "
         f"A box is a pass of the micro-batch whose number it shows; empty parts of a row are idle."
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {frame.height}" width="{width}" '
-        f'height="{frame.height}" role="img" class="tl" aria-label="{escape(title)}">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape(description)}</desc>",
+        f'height="{frame.height}" role="img" class="tl" aria-label="{name}">',
+        f"<title>{name}</title><desc>{escape(description)}</desc>",
         f"<style>{_style()}</style>",
         f'<rect class="tl-page" width="{width}" height="{frame.height}" rx="8"/>',
-        f'<text class="tl-title" x="{_MARGIN}" y="30">{escape(title)}</text>',
+        f'<text class="tl-title" x="{_MARGIN}" y="30">{name}</text>',
         *_legend({span.kind for span in spans if _is_visible(span)}),
         *_rows(frame, row_name),
         *_axis(frame, unit),

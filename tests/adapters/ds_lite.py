@@ -107,6 +107,9 @@ class Pipeline:
     def compute_gradients(self, data_iter: Iterator[MicroBatch]) -> Tensor:
         return self.engine.compute_gradients(data_iter)
 
+    def clear_gradients(self) -> None:
+        self.engine.zero_grad()
+
     def gradients(self) -> dict[str, Tensor | None]:
         mine = self.engine.gradients  # of this rank's stage
         return merge_equal({name: mine.full(name) for name in mine.names()})

@@ -1,0 +1,278 @@
+"""How fast is the pipeline? One process, ds_lite, torch's Schedule1F1B and DeepSpeed, interleaved (§9.2 §9.10).
+
+    python labs/bench/pipeline.py                                    # about four minutes on two cores
+    python labs/bench/pipeline.py --quick --json table.json
+    python labs/bench/pipeline.py --deepspeed-python OTHER/bin/python
+
+Seconds of a shared machine mean little; ratios of runs that alternate mean much. So all engines live in worker
+processes of one thread each, only one engine works at a time, and a round is one step of each in turn. A ratio
+is formed inside its round, and the table shows the median of these, with the lowest and the highest.
+
+A step is forward, backward and optimizer over m micro-batches, with the loss known: on every rank for ds_lite
+and DeepSpeed, on the last stage for torch. Before anything is timed, the losses of the first steps must agree.
+
+The bubble limit is what one process's time becomes when only the pipeline's ramps are idle: T1 (m+S-1)/(m S).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NoReturn
+
+import typer
+from pipeline_worker import Task
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+NUM_STAGES = 2
+CHECKED_STEPS = 3
+LIMIT_S = 120.0  # for one step of one engine
+LOSS_TOLERANCE = 1e-4  # relative, float32 after a few steps; a wrong gradient is off by far more
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the table: which engine, how many processes, which interpreter, which ds_lite."""
+
+    name: str
+    engine: str
+    world_size: int = NUM_STAGES
+    python: str = sys.executable
+    source: Path = ROOT
+
+
+class Crew:
+    """The processes of one contestant, waiting for a word on their standard input."""
+
+    def __init__(self, contestant: Contestant, folder: Path) -> None:
+        self.contestant, self.folder = contestant, folder
+        folder.mkdir()
+        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(contestant.source), os.environ.get("PYTHONPATH", "")]
+        )
+        self.processes: list[subprocess.Popen[str]] = []
+        for rank in range(contestant.world_size):
+            task = json.dumps(asdict(Task(contestant.engine, rank, contestant.world_size, str(folder))))
+            with open(self._log(rank), "w") as log:
+                command = [contestant.python, str(WORKER), task]
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                        env=environment,
+                    )
+                )
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def ask(self, word: str) -> list[dict[str, Any]]:
+        """Say one word to every process; their answers, by rank."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(word + "\n")
+            process.stdin.flush()
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One answer of every process.
+
+        Raises: RuntimeError with the log of a process that ended or says nothing for too long.
+        """
+        found = []
+        for rank, process in enumerate(self.processes):
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+            line = process.stdout.readline() if ready else ""
+            if not line:
+                what = "ended" if ready else f"gave no answer in {LIMIT_S:g} s"
+                tail = "\n".join(self._log(rank).read_text().splitlines()[-25:])
+                raise RuntimeError(f"{self.contestant.name}: rank {rank} {what}\n{tail}")
+            found.append(json.loads(line))
+        return found
+
+    def step(self) -> tuple[float, float]:
+        """Make one step; seconds until its last process is done, and the loss."""
+        start = perf_counter()
+        losses = [answer["loss"] for answer in self.ask("step")]
+        return perf_counter() - start, next(loss for loss in losses if loss is not None)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def crews(contestants: list[Contestant]) -> Iterator[dict[str, Crew]]:
+    """Start every contestant, and leave none of their processes behind."""
+    with tempfile.TemporaryDirectory(prefix="ds_lite-bench-") as folder, ExitStack() as stack:
+        started = {}
+        for index, contestant in enumerate(contestants):
+            crew = started[contestant.name] = Crew(contestant, Path(folder) / str(index))
+            stack.callback(crew.end)
+            crew.answers()  # ready; one after another, so that nobody starts beside somebody who works
+        yield started
+
+
+# ----------------------------------------------------------------------------------------- measuring
+
+
+def check_losses(all_crews: dict[str, Crew]) -> dict[str, list[float]]:
+    """The first losses of every contestant, warm-up at once.
+
+    Raises: RuntimeError if they differ between contestants, or do not change from step to step.
+    """
+    losses = {name: [crew.step()[1] for _ in range(CHECKED_STEPS)] for name, crew in all_crews.items()}
+    truth = next(iter(losses.values()))
+    if min(abs(a - b) / abs(a) for a, b in zip(truth, truth[1:])) < 10 * LOSS_TOLERANCE:
+        raise RuntimeError(
+            f"the losses hardly change, so they cannot tell a right step from a wrong one: {truth}"
+        )
+    for name, found in losses.items():
+        if max(abs(a - b) / abs(a) for a, b in zip(truth, found)) > LOSS_TOLERANCE:
+            raise RuntimeError(
+                f"{name} does not train the same model: losses {found}, one process has {truth}"
+            )
+    return losses
+
+
+def measure(all_crews: dict[str, Crew], rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of every contestant, round by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in all_crews}
+    for _ in track(range(rounds), description="rounds", transient=True, console=Console(stderr=True)):
+        for name, crew in all_crews.items():
+            seconds[name].append(crew.step()[0])
+    return seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Ratios of one contestant, one a round."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one contestant; both ratios are times, so lower is faster."""
+
+    name: str
+    processes: int
+    step_s: float
+    to_ds_lite: Spread
+    to_bubble_limit: Spread | None
+
+
+def rows_of(contestants: list[Contestant], seconds: dict[str, list[float]]) -> list[Row]:
+    """The table's rows, from seconds per round."""
+    m = Task("", 0, 1, "").num_micro_batches
+    limits = [t1 * (m + NUM_STAGES - 1) / (m * NUM_STAGES) for t1 in seconds["one process"]]
+    rows = []
+    for contestant in contestants:
+        mine = seconds[contestant.name]
+        relative = Spread.of([a / b for a, b in zip(mine, seconds["ds_lite"])])
+        bubble = Spread.of([a / b for a, b in zip(mine, limits)]) if contestant.world_size > 1 else None
+        rows.append(Row(contestant.name, contestant.world_size, median(mine), relative, bubble))
+    return rows
+
+
+# ----------------------------------------------------------------------------------------- reporting
+
+
+def show(rows: list[Row], missing: list[str], rounds: int) -> None:
+    """The table."""
+    size = Task("", 0, 1, "")
+    title = (
+        f"{size.num_blocks} blocks of width {size.width}, m={size.num_micro_batches} micro-batches of "
+        f"{size.micro_batch_size} x {size.tokens} tokens, {rounds} rounds"
+    )
+    table = Table(title=title)
+    for heading in ("engine", "processes", "step s (median)", "time / ds_lite", "time / bubble limit"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    for row in rows:
+        bubble = str(row.to_bubble_limit) if row.to_bubble_limit else "-"
+        table.add_row(row.name, str(row.processes), f"{row.step_s:.3f}", str(row.to_ds_lite), bubble)
+    for name in missing:
+        table.add_row(name, "-", "not installed", "-", "-")
+    Console(width=max(Console().width, 100)).print(table)
+
+
+def has_deepspeed(python: str) -> bool:
+    """Whether that interpreter finds DeepSpeed, without importing it."""
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
+    return subprocess.run([python, "-c", look], check=False).returncode == 0
+
+
+def main(
+    rounds: int = typer.Option(21, min=1, help="Steps of each engine that are timed."),
+    quick: bool = typer.Option(False, help="Five rounds."),
+    json_file: Path = typer.Option(None, "--json", help="Write every time and ratio to this file."),
+    deepspeed_python: str = typer.Option(sys.executable, help="The interpreter that has DeepSpeed."),
+    beside: list[Path] = typer.Option(
+        [], help="Another checkout whose ds_lite is timed too; may be repeated."
+    ),
+) -> None:
+    """Time one step of the same model in every engine, in alternation, and print the ratios."""
+    rounds = 5 if quick else rounds
+    contestants = [Contestant("one process", "one_process", 1), Contestant("ds_lite", "ds_lite")]
+    contestants.append(Contestant("torch Schedule1F1B", "torch_1f1b"))
+    contestants += [Contestant(f"ds_lite at {path}", "ds_lite", source=path.resolve()) for path in beside]
+    missing = [] if has_deepspeed(deepspeed_python) else ["DeepSpeed"]
+    if not missing:
+        contestants.append(Contestant("DeepSpeed", "deepspeed", python=deepspeed_python))
+    with crews(contestants) as all_crews:
+        losses = check_losses(all_crews)
+        seconds = measure(all_crews, rounds)
+        traced = all_crews["ds_lite"].ask("trace")[0]
+    rows = rows_of(contestants, seconds)
+    show(rows, missing, rounds)
+    share = traced["events"] * traced["seconds"] / median(seconds["ds_lite"])
+    print(
+        f"losses of the first {CHECKED_STEPS} steps agree: {', '.join(f'{x:.5f}' for x in losses['ds_lite'])}"
+    )
+    print(
+        f"tracing: {traced['events']} events a step, {traced['seconds'] * 1e6:.1f} us each: {share:.2%} of a step"
+    )
+    if json_file is not None:
+        machine = {"python": platform.python_version(), "cores": os.cpu_count()}
+        report = {
+            "rows": [asdict(row) for row in rows],
+            "seconds": seconds,
+            "losses": losses,
+            "missing": missing,
+        }
+        json_file.write_text(json.dumps(report | {"tracing": traced, "machine": machine}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,246 @@
+"""§9.10 PipelineEngine against one process. Guards against: a loss divided twice or never, a tie that is not
+summed or summed twice, gradients that leak between steps, a norm that counts a replica, a shard that misses
+its update, a buffer that is reused too early."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracles import MicroBatch, Tied, one_process, split_micro_batches
+from tolerance import LAW, assert_close, differs
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, TOKENS, BATCH = 11, 6, 5, 3  # all different
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and its options; `kind` is what travels between stages."""
+
+    num_stages: int
+    num_micro_batches: int
+    num_replicas: int
+    tied: bool = False
+    clip: float = 0.0
+    interval: int = 0
+    zero: int = 0
+    kind: str = "tensor"
+    optimizer: str = "SGD"
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+class Block(nn.Module):
+    """A residual block with biases; passes a mask and a float that needs no gradient along."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 7)
+        self.outer = nn.Linear(7, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Any) -> Any:
+        hidden, rest = (x[1], x) if isinstance(x, tuple) else (x, None)
+        hidden = hidden + self.scale * self.outer(torch.tanh(self.inner(hidden)))
+        if rest is None:
+            return hidden
+        rotary, _, mask, ids = rest
+        return rotary, hidden * rotary.cos().unsqueeze(-1) + mask.unsqueeze(-1) * 0.1, mask, ids
+
+
+class ToTuple(nn.Module):
+    """(hidden) -> (rotary float without gradient, hidden, bool mask, int64 ids)."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rotary = torch.linspace(0, 1, TOKENS, dtype=hidden.dtype).expand(hidden.shape[:2]).contiguous()
+        return rotary, hidden, rotary > 0.4, torch.arange(TOKENS)
+
+
+class FromTuple(nn.Module):
+    def forward(self, x: tuple[Tensor, ...]) -> Tensor:
+        return x[1] + x[3].unsqueeze(-1) * 0.01
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.project(hidden)
+
+
+def as_head(embedding: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden @ embedding.weight.t()
+
+
+def make_layers(case: Case) -> list[Any]:
+    """Five to nine layers, the same on every rank; float64, no bias is zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        embedding = nn.Embedding(VOCABULARY, WIDTH)
+        blocks: list[Any] = [Block(0.5 + 0.1 * index) for index in range(3)]
+        if case.kind == "tuple":
+            blocks = [ToTuple(), *blocks, FromTuple()]
+        layers: list[Any] = [embedding, *blocks, nn.LayerNorm(WIDTH), Head()]
+        if case.tied:
+            layers = [Tied("word", embedding), *blocks, nn.LayerNorm(WIDTH), Tied("word", embedding, as_head)]
+        for layer in layers:
+            module = layer.module if isinstance(layer, Tied) else layer
+            for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+                nn.init.normal_(parameter, std=0.4)
+            if isinstance(module, nn.Module):
+                module.double()
+    return layers
+
+
+def make_batch(count: int, steps: int) -> list[MicroBatch]:
+    """`steps` global batches of `count` micro-batches, no two samples alike."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids() -> Tensor:
+        return torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
+
+    return [(ids(), ids()) for _ in range(count * steps)]
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+STEPS = 2
+
+
+def check(impl: Any, case: Case) -> None:
+    """One case on all ranks: gradients first, then the loss, norm and weights of two steps."""
+    assert torch.distributed.get_world_size() == case.num_stages * case.num_replicas
+    layers = make_layers(case)
+    count = case.num_micro_batches * case.num_replicas
+    batch = make_batch(count, STEPS)
+    lr = 1e-3 if case.optimizer == "AdamW" else 0.1
+
+    def truth(steps: int) -> Any:
+        used = batch[: count * steps]
+        return one_process(
+            layers, loss_fn, used, lr=lr, optimizer=case.optimizer, clip=case.clip or None, steps=steps
+        )
+
+    pipeline = impl.make_pipeline(
+        layers,
+        num_stages=case.num_stages,
+        loss_fn=loss_fn,
+        num_micro_batches=case.num_micro_batches,
+        micro_batch_size=BATCH,
+        lr=lr,
+        optimizer=case.optimizer,
+        config={"gradient_clipping": case.clip, "zero_optimization": {"stage": case.zero}},
+        module={"activation_checkpoint_interval": case.interval},
+    )
+
+    def mine() -> Iterator[MicroBatch]:
+        part = {"replica": pipeline.replica, "num_replicas": case.num_replicas, "steps": STEPS}
+        return iter(split_micro_batches(batch, **part))
+
+    first, last = truth(1), truth(STEPS)
+    loss = pipeline.compute_gradients(mine())
+    assert_close(loss, first.loss, LAW, f"{case}: loss of the first batch")
+    gradients = pipeline.gradients()
+    assert sorted(gradients) == sorted(first.grads), f"{case}: other parameters than one process has"
+    for name, gradient in first.grads.items():
+        assert differs(gradient, torch.zeros_like(gradient)), f"{name} has no gradient to compare"
+        assert_close(gradients[name], gradient, LAW, f"{case}: gradient of {name}")
+    pipeline.clear_gradients()
+
+    before = pipeline.weights()
+    data = mine()
+    for step in range(STEPS):
+        loss = pipeline.train_batch(data)
+        assert_close(loss, last.losses[step], LAW, f"{case}: loss of step {step}")
+        assert_close(pipeline.norm(), last.norms[step], LAW, f"{case}: norm of step {step}")
+    after = pipeline.weights()
+    for name, weight in last.weights.items():
+        assert_close(before[name], last.before[name], LAW, f"{case}: initial {name}")
+        assert differs(after[name], before[name]), f"{case}: {name} did not move"
+        assert_close(after[name], weight, LAW, f"{case}: {name} after {STEPS} steps")
+
+
+def check_all(rank: int, impl: Any, cases: list[Case]) -> None:
+    for case in cases:
+        check(impl, case)
+
+
+LAYOUTS = [
+    Case(num_stages, num_micro_batches, num_replicas)
+    for num_stages, num_micro_batches, num_replicas in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 9), (1, 2))
+]
+OPTIONS = {
+    "tied": (False, True),
+    "clip": (0.0, 0.05),
+    "interval": (0, 2),
+    "zero": (0, 1),
+    "kind": ("tensor", "tuple"),
+    "optimizer": ("SGD", "AdamW"),
+}
+
+
+def pairwise_cover() -> list[dict[str, Any]]:
+    """Few option sets in which every two options meet in every combination of their values; greedy."""
+    names = list(OPTIONS)
+    rows = [dict(zip(names, row)) for row in itertools.product(*OPTIONS.values())]
+
+    def pairs(row: dict[str, Any]) -> set[Any]:
+        return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations(names, 2)}
+
+    open_pairs = set().union(*map(pairs, rows))
+    chosen = []
+    while open_pairs:
+        best = max(rows, key=lambda row: len(pairs(row) & open_pairs))
+        chosen.append(best)
+        open_pairs -= pairs(best)
+    return chosen
+
+
+def with_options(layout: Case, options: dict[str, Any]) -> Case:
+    return Case(layout.num_stages, layout.num_micro_batches, layout.num_replicas, **options)
+
+
+def by_layout(cases: list[Case]) -> list[Any]:
+    """The cases that share a number of stages and of replicas run in one world, one after another."""
+    groups: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.num_stages, case.num_replicas), []).append(case)
+    return [pytest.param(group, id=f"pp{pp}-dp{dp}") for (pp, dp), group in groups.items()]
+
+
+COVER = pairwise_cover()
+# Every layout, and each option set on every (stages, replicas), spread over the numbers of micro-batches.
+QUICK = [with_options(layout, COVER[index % len(COVER)]) for index, layout in enumerate(LAYOUTS)] + [
+    Case(pp, m, dp, **options)
+    for pp, dp in itertools.product((1, 2, 3, 4), (1, 2))
+    for options, m in zip(COVER, itertools.cycle((2, 3, 1)))
+]
+FULL = [with_options(layout, dict(zip(OPTIONS, row))) for layout in LAYOUTS for row in itertools.product(*OPTIONS.values())]
+
+
+def test_the_cover_meets_every_pair_of_options() -> None:
+    for (a, values_a), (b, values_b) in itertools.combinations(OPTIONS.items(), 2):
+        met = {(row[a], row[b]) for row in COVER}
+        assert met == set(itertools.product(values_a, values_b)), f"{a} and {b} do not meet in every way"
+    assert len(COVER) <= 10
+
+
+@pytest.mark.parametrize("cases", by_layout(QUICK))
+def test_a_pipeline_equals_one_process(world: Any, impl: Any, cases: list[Case]) -> None:
+    world(check_all, cases[0].num_stages * cases[0].num_replicas, impl, cases, deadline=240)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cases", by_layout(FULL))
+def test_a_pipeline_equals_one_process_in_the_full_cross(world: Any, impl: Any, cases: list[Case]) -> None:
+    world(check_all, cases[0].num_stages * cases[0].num_replicas, impl, cases, deadline=3000)
