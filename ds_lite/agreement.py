@@ -14,6 +14,10 @@ from ds_lite.comm import ProcessGroup
 _TEXT_BYTES = 2048
 
 
+class RemoteError(RuntimeError):
+    """What another rank raised, where it was neither a ValueError nor a TypeError."""
+
+
 def error_to_ints(error: BaseException) -> list[int]:
     """An exception as plain numbers, so that it can travel where a tensor's description would."""
     return list(f"{type(error).__name__}\n{error}".encode()[:_TEXT_BYTES])
@@ -24,7 +28,7 @@ def error_from_ints(numbers: list[int]) -> Exception:
     name, _, text = bytes(numbers).decode(errors="replace").partition("\n")
     if name in ("ValueError", "TypeError"):
         return {"ValueError": ValueError, "TypeError": TypeError}[name](text)
-    return RuntimeError(f"{name}: {text}")
+    return RemoteError(text if name == "RemoteError" else f"{name}: {text}")
 
 
 def raise_together(error: BaseException | None, group: ProcessGroup | None = None, **must_match: int) -> None:
@@ -39,12 +43,13 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None = Non
         if error is not None:
             raise error
         return
+    device = comm.control_device()
     values = list(must_match.values())
-    report = torch.tensor([int(error is not None), *values, *(-value for value in values)])
+    report = torch.tensor([int(error is not None), *values, *(-value for value in values)], device=device)
     comm.all_reduce(report, op=comm.ReduceOp.MAX, group=group)
     failed, *extremes = report.tolist()
     if failed:
-        first = _lowest_rank_error(error, group)
+        first = _lowest_rank_error(error, group, device)
         raise error if error is not None else first
     highest, negated_lowest = extremes[: len(values)], extremes[len(values) :]
     for name, high, low in zip(must_match, highest, negated_lowest, strict=True):
@@ -55,13 +60,15 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None = Non
             )
 
 
-def _lowest_rank_error(error: BaseException | None, group: ProcessGroup | None) -> Exception:
+def _lowest_rank_error(
+    error: BaseException | None, group: ProcessGroup | None, device: torch.device
+) -> Exception:
     """All-gather what each rank has to say (nothing is an empty text) and pick the first."""
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     if error is not None:
         numbers = error_to_ints(error)
         mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.uint8)
-    everyone = torch.empty(comm.get_world_size(group) * _TEXT_BYTES, dtype=torch.uint8)
-    comm.all_gather_into_tensor(everyone, mine, group=group)
+    everyone = torch.empty(comm.get_world_size(group) * _TEXT_BYTES, dtype=torch.uint8, device=device)
+    comm.all_gather_into_tensor(everyone, mine.to(device), group=group)
     texts = (row[row != 0].tolist() for row in everyone.view(-1, _TEXT_BYTES))
     return error_from_ints(next(text for text in texts if text))

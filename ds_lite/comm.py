@@ -1,4 +1,4 @@
-"""Collectives on an explicit group, and the ledger of what they moved (§9.11).
+"""Collectives on an explicit group, each noted in the ledger (§9.11).
 
 The only file that knows a backend. `init_distributed` starts gloo for CPU tensors and, where every
 rank has a GPU of its own, NCCL for CUDA tensors; all other code names a group and a tensor.
@@ -8,9 +8,6 @@ A group carries the name of its mesh axis (`group_desc`), so each ledger row can
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +29,7 @@ from torch.distributed import (  # passed on as they are, for scripts that impor
 )
 
 from ds_lite import trace
+from ds_lite.ledger import Ledger, Traffic, note, record
 
 __all__ = [
     "Ledger",
@@ -47,6 +45,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "control_device",
     "destroy_process_group",
     "device_of_this_rank",
     "gather",
@@ -65,73 +64,6 @@ __all__ = [
     "scatter",
     "send",
 ]
-
-
-# ---------------------------------------------------------------------------------------- the ledger
-
-
-@dataclass
-class Traffic:
-    """What one kind of call added up to: calls, `payload` bytes handed in, `sent` bytes leaving this rank."""
-
-    calls: int = 0
-    payload: int = 0
-    sent: int = 0
-
-
-@dataclass
-class Ledger:
-    """Traffic by (axis, operation, instruction); filled while `record()` is open.
-
-    Units: bytes. `sent` follows the bandwidth-optimal algorithm of each operation on a group of n:
-    all-reduce 2(n-1)/n of the tensor, reduce-scatter and all-to-all (n-1)/n of the input, all-gather
-    (n-1) times the input, broadcast the tensor on the source, send the tensor.
-    """
-
-    rows: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
-
-    def note(self, axis: str, operation: str, instruction: str, payload: int, sent: int) -> None:
-        row = self.rows.setdefault((axis, operation, instruction), Traffic())
-        row.calls += 1
-        row.payload += payload
-        row.sent += sent
-
-    def total(
-        self, axis: str | None = None, operation: str | None = None, instruction: str | None = None
-    ) -> Traffic:
-        """The sum of the rows that match every name given."""
-        wanted = (axis, operation, instruction)
-        sums = Traffic()
-        for key, row in self.rows.items():
-            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
-                sums.calls += row.calls
-                sums.payload += row.payload
-                sums.sent += row.sent
-        return sums
-
-
-_open_ledgers: list[Ledger] = []  # process-wide: a backward on CUDA runs on a thread of autograd's own
-
-
-@contextmanager
-def record() -> Iterator[Ledger]:
-    """Fill a fresh ledger with every call made through this module until the block ends."""
-    ledger = Ledger()
-    _open_ledgers.append(ledger)
-    try:
-        yield ledger
-    finally:
-        # By identity: two ledgers with equal rows are equal, and `remove` would take the other one.
-        _open_ledgers[:] = [other for other in _open_ledgers if other is not ledger]
-
-
-def _note(operation: str, group: ProcessGroup | None, payload: int, sent: int) -> None:
-    if not _open_ledgers:
-        return
-    desc = getattr(group, "group_desc", "") if group is not None else ""
-    axis = desc if desc and desc not in ("default_pg", "undefined") else "world"
-    for ledger in _open_ledgers:
-        ledger.note(axis, operation, trace.current().instruction, payload, sent)
 
 
 # ------------------------------------------------------------------------------------ start and groups
@@ -202,6 +134,12 @@ def device_of_this_rank() -> torch.device:
     return torch.device("cpu")
 
 
+def control_device() -> torch.device:
+    """Where headers and flags travel: the CPU, unless a caller started a backend that cannot."""
+    config = str(dist.get_backend_config())
+    return torch.device("cpu") if "cpu:" in config else device_of_this_rank()
+
+
 def new_group(ranks: list[int], axis: str, timeout: timedelta | None = None) -> ProcessGroup:
     """A group of global ranks for one mesh axis; every rank of the world calls this, in one order."""
     return dist.new_group(ranks, timeout=timeout, group_desc=axis)
@@ -251,7 +189,7 @@ def all_reduce(
     n = dist.get_world_size(group)
     if n == 1:
         return _Done() if async_op else None
-    _note("all_reduce", group, _bytes(tensor), 2 * (n - 1) * _bytes(tensor) // n)
+    note("all_reduce", group, _bytes(tensor), 2 * (n - 1) * _bytes(tensor) // n)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -259,7 +197,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     """Copy `tensor` from the global rank `src` to every rank of the group."""
     if dist.get_world_size(group) == 1:
         return _Done() if async_op else None
-    _note("broadcast", group, _bytes(tensor), _bytes(tensor) if dist.get_rank() == src else 0)
+    note("broadcast", group, _bytes(tensor), _bytes(tensor) if dist.get_rank() == src else 0)
     return dist.broadcast(tensor, src=src, group=group, async_op=async_op)
 
 
@@ -271,7 +209,7 @@ def all_gather_into_tensor(
     if n == 1:
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
-    _note("all_gather", group, _bytes(output_tensor), (n - 1) * _bytes(tensor))
+    note("all_gather", group, _bytes(output_tensor), (n - 1) * _bytes(tensor))
     return _all_gather(output_tensor, tensor, group=group, async_op=async_op)
 
 
@@ -280,7 +218,7 @@ def all_gather(
 ) -> Any:
     """DeepSpeed's list form; prefer `all_gather_into_tensor`."""
     n = dist.get_world_size(group)
-    _note("all_gather", group, n * _bytes(tensor), (n - 1) * _bytes(tensor))
+    note("all_gather", group, n * _bytes(tensor), (n - 1) * _bytes(tensor))
     return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
@@ -296,7 +234,7 @@ def reduce_scatter_tensor(
     if n == 1:
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
-    _note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
+    note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
     return _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -316,7 +254,7 @@ def all_to_all_single(
     rows = tensor.shape[0]
     home = input_split_sizes[dist.get_rank(group)] if input_split_sizes else rows // n
     row_bytes = _bytes(tensor) // rows if rows else 0
-    _note("all_to_all", group, _bytes(tensor), (rows - home) * row_bytes)
+    note("all_to_all", group, _bytes(tensor), (rows - home) * row_bytes)
     return dist.all_to_all_single(
         output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
     )
@@ -324,7 +262,7 @@ def all_to_all_single(
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Wait until every rank of the group is here."""
-    _note("barrier", group, 0, 0)
+    note("barrier", group, 0, 0)
     return dist.barrier(group=group, async_op=async_op)
 
 
@@ -332,7 +270,7 @@ def isend(
     tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "send"
 ) -> Work:
     """Start sending `tensor` to the global rank `dst`; keep it unchanged until the handle is waited."""
-    _note(operation, group, _bytes(tensor), _bytes(tensor))
+    note(operation, group, _bytes(tensor), _bytes(tensor))
     work = dist.isend(tensor, dst, group=group, tag=tag)
     assert work is not None, f"rank {dist.get_rank()} is not in the group it sends on"
     return work
@@ -342,7 +280,7 @@ def irecv(
     tensor: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0, *, operation: str = "recv"
 ) -> Work:
     """Post a receive from the global rank `src` into `tensor`, of exactly the size that was sent."""
-    _note(operation, group, _bytes(tensor), 0)
+    note(operation, group, _bytes(tensor), 0)
     work = dist.irecv(tensor, src, group=group, tag=tag)
     assert work is not None, f"rank {dist.get_rank()} is not in the group it receives on"
     return work

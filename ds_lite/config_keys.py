@@ -204,7 +204,7 @@ class DSConfig(Block):
         0.0, ge=0, description="Largest gradient norm; 0 (the default) never clips."
     )
     steps_per_print: int | None = Field(
-        10, ge=1, description="Report progress every so many steps; null is silent."
+        None, ge=1, description="Report progress every so many steps; null, the default, is silent."
     )
     wall_clock_breakdown: bool = Field(False, description="Report the time spent in each part of a step.")
     seed: int = Field(1234, ge=0, description="Start of ds_lite's own random numbers.")

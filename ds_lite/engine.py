@@ -55,6 +55,7 @@ class Engine:
         self.training_dataloader: Any = None
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._norm: float | None = None
+        self._last_loss: Tensor | None = None
         self._syncs = True
         self._make_replicas_equal()
         self._sharded: list[ShardedBucket] = []
@@ -96,6 +97,7 @@ class Engine:
         torch.autograd.backward(scaled, retain_graph=retain_graph)
         if self._syncs and self.is_gradient_accumulation_boundary():
             self.gradients.reduce()
+        self._last_loss = loss.detach()
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -106,6 +108,7 @@ class Engine:
             )
         if self.is_gradient_accumulation_boundary():
             self._take_optimizer_step(lr_kwargs)
+            self._report(self._last_loss)
         self.micro_steps += 1
 
     def _take_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -127,6 +130,27 @@ class Engine:
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self.trace.step = self.global_steps
+
+    def _report(self, loss: Any) -> None:
+        """Every `steps_per_print` steps a line on rank 0; with `wall_clock_breakdown` the times beside it."""
+        every = self.config.steps_per_print
+        if not every or self.global_steps % every or self.global_rank != 0:
+            return
+        first = loss[0] if isinstance(loss, tuple) else loss
+        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
+        words = [
+            f"step {self.global_steps}",
+            f"loss {float(first):.4f}",
+            f"lr {rates}",
+            f"norm {self._norm:.3g}",
+        ]
+        if self.config.wall_clock_breakdown:
+            times: dict[str, float] = {}
+            for event in self.trace.events():
+                times[event.instruction] = times.get(event.instruction, 0.0) + event.end - event.start
+            self.trace.forget_events()
+            words += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
+        print("ds_lite: " + "  ".join(words), flush=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

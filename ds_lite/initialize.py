@@ -222,10 +222,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Source: §9.2; DeepSpeed `__init__.py::add_config_arguments` @ 0.19.8.
     """
     group = parser.add_argument_group("ds_lite", "engine and configuration")
-    group.add_argument(
-        "--deepspeed", "--ds_lite", action="store_true", help="use the engine (the script decides)"
-    )
-    group.add_argument(
-        "--deepspeed_config", "--ds_lite_config", type=str, default=None, help="path of a ds_config"
-    )
+    for word in ("deepspeed", "ds_lite"):  # a script whose one word was changed reads args.ds_lite_config
+        group.add_argument(f"--{word}", action="store_true", help="use the engine (the script decides)")
+        group.add_argument(f"--{word}_config", type=str, default=None, help="path of a ds_config")
     return parser

@@ -2,39 +2,56 @@
 
 `run_script` is what `ds-lite lab` uses, `run` what the chapters use. Both give every process the same file
 store (no port) and one trace folder. When a process dies, the others cannot finish: they get a short grace to
-write their row, then they are ended, and the hang table is printed.
+write their row, the rows are read, then the rest is ended, and the hang table is printed. The processes hold
+one end of a pipe: when the launcher is gone, however it ended, so are they.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ds_lite import comm, trace
+from ds_lite import comm, trace, trace_file
 
 GRACE_S = 3.0  # for survivors to notice and write their row
 _POLL_S = 0.05
+_START_S = 120.0  # processes may reach the meeting point this far apart: importing torch takes its time
+# Ctrl-C reaches all processes of a terminal; the launcher decides, from before the long import on.
+_START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "from ds_lite.launch import _main; _main(sys.argv[1])"
+)
+_CALL, _RESULT = "call.pickle", "result{}.pickle"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process is told: who it is, where they meet, what to run."""
+    """What a process is told: who it is, where they meet, what to run. No script: the call in `folder`."""
 
     rank: int
     world_size: int
     folder: str
+    trace_dir: str
     limit_s: float
+    lifeline: int  # a file descriptor that ends when the launcher does
+    script: str | None = None
+    args: tuple[str, ...] = ()
 
 
 class JobFailed(RuntimeError):
@@ -44,16 +61,24 @@ class JobFailed(RuntimeError):
 def run(function: Callable[..., Any], nproc: int, *args: Any, limit_s: float = 120.0) -> list[Any]:
     """Call `function(*args)` in `nproc` processes of one job; what each rank returned, by rank.
 
-    `function` must be at the top level of its file. Each process has joined the job already.
+    `function` must be at the top level of its file. Each process has joined the job already. In a script the
+    call of `run` stands below `if __name__ == "__main__":`, because the processes load the script too.
 
-    Raises: JobFailed with the hang table if a process fails, dies, or is over `limit_s` in one instruction.
+    Raises: JobFailed with the hang table if a process fails, dies, or is over `limit_s` in one instruction;
+    ValueError for `nproc` < 1 and for what cannot be pickled; RuntimeError inside a process of a job.
     """
-    with tempfile.TemporaryDirectory(prefix="ds_lite-") as folder:
-        call = Path(folder) / "call.pickle"
-        call.write_bytes(pickle.dumps((_importable(function), args)))
-        codes = _watch(_start(nproc, Path(folder), limit_s, ["call", str(call)]))
-        _raise_if_failed(codes, Path(folder))
-        return [pickle.loads((Path(folder) / f"result{rank}.pickle").read_bytes()) for rank in range(nproc)]
+    if _inside_a_job:
+        raise RuntimeError(
+            "run() was called again while a process of its job loaded the script; put the call below "
+            'if __name__ == "__main__": (§9.2)'
+        )
+    with tempfile.TemporaryDirectory(prefix="ds_lite-") as name:
+        folder = Path(name)
+        (folder / _CALL).write_bytes(_pickled_call(function, args))
+        ends = _run_job(nproc, folder, folder, limit_s)
+        if any(ends.codes):
+            raise JobFailed(ends.message())
+        return [pickle.loads((folder / _RESULT.format(rank)).read_bytes()) for rank in range(nproc)]
 
 
 def run_script(
@@ -64,102 +89,186 @@ def run_script(
     trace_dir: str | os.PathLike[str] | None = None,
     limit_s: float = 300.0,
 ) -> int:
-    """Run a Python script in `nproc` processes of one job; 0, or 1 after printing the hang table.
+    """Run a Python script in `nproc` processes of one job; the exit status is 0 if all of them ended well.
 
     The script joins with `ds_lite.init_distributed()`, as under torchrun; its trace goes to `trace_dir`.
+    If all processes leave with one status of their own, as from a lab that is not passed, that status is
+    returned; otherwise the hang table is printed and the status is 1.
+
+    Raises: ValueError for `nproc` < 1 and for a script that is not there.
     """
+    if not Path(script).is_file():
+        raise ValueError(
+            f"script {os.fspath(script)!r} is not a file; give the path of a Python script (§9.2)"
+        )
     with tempfile.TemporaryDirectory(prefix="ds_lite-") as meeting_place:
         folder = Path(trace_dir if trace_dir is not None else meeting_place)
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("rank*.trace"):
-            old.unlink()
-        processes = _start(
-            nproc, Path(meeting_place), limit_s, ["script", str(script), *args], trace_dir=folder
-        )
-        codes = _watch(processes)
-        try:
-            _raise_if_failed(codes, folder)
-        except JobFailed as failure:
-            print(failure, file=sys.stderr, flush=True)
-            return 1
-    return 0
+        trace_file.clear(folder)
+        ends = _run_job(nproc, Path(meeting_place), folder, limit_s, str(script), tuple(args))
+        if not any(ends.codes):
+            return 0
+        if (status := ends.own_status()) is not None:
+            return status
+        trace_file.write_table(folder, trace.table(ends.rows))
+        print(ends.message(), file=sys.stderr, flush=True)
+    return 1
 
 
-def _start(
-    nproc: int, folder: Path, limit_s: float, what: list[str], trace_dir: Path | None = None
-) -> list[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path[1:]])
-    processes = []
-    for rank in range(nproc):
-        job = [str(rank), str(nproc), str(folder), str(trace_dir or folder), str(limit_s)]
-        command = [sys.executable, "-m", "ds_lite.launch", *job, *what]
-        processes.append(subprocess.Popen(command, env=environment, start_new_session=False))
-    return processes
+@dataclass(frozen=True)
+class _Ends:
+    """How the processes ended: exit codes by rank, None for one that the launcher ended; the ranks in the
+    order in which they ended; the rows as they were before the launcher ended any."""
+
+    codes: list[int | None]
+    order: list[int]
+    rows: list[trace.Row]
+
+    def own_status(self) -> int | None:
+        """The one positive exit code with which all ranks left by themselves, if it was so."""
+        first = self.codes[0]
+        by_themselves = len(self.rows) == len(self.codes) and all(row.status == "done" for row in self.rows)
+        same = first is not None and first > 0 and set(self.codes) == {first}
+        return first if same and by_themselves else None
+
+    def message(self) -> str:
+        bad = [rank for rank in self.order if self.codes[rank] != 0]
+        waiting = [rank for rank, code in enumerate(self.codes) if code is None]
+        ends = [f"rank {rank}: {_how_it_ended(self.codes[rank])}" for rank in [*bad, *waiting]]
+        return f"the job failed ({', '.join(ends)})\n\n{trace.table(self.rows)}"
 
 
-def _watch(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all; from the first bad end on the rest have `GRACE_S` seconds. Exit codes, by rank."""
-    deadline = None
-    try:
-        while any(process.poll() is None for process in processes):
-            if deadline is None and any(process.poll() not in (None, 0) for process in processes):
-                deadline = time.monotonic() + GRACE_S
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-        return [code if (code := process.poll()) is not None else -signal.SIGTERM for process in processes]
-    finally:
-        for process in processes:  # also when this process is interrupted: leave nothing behind
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def _raise_if_failed(codes: list[int], folder: Path) -> None:
-    if not any(codes):
-        return
-    ends = ", ".join(f"rank {rank}: {_how_it_ended(code)}" for rank, code in enumerate(codes) if code)
-    raise JobFailed(f"the job failed ({ends})\n\n{trace.table(trace.read_rows(folder))}")
-
-
-def _how_it_ended(code: int) -> str:
-    if code == -signal.SIGTERM:
-        return "ended by the launcher, it was waiting"
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "ended by the launcher, it still ran"
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
     return "stuck" if code == trace.EXIT_STUCK else f"exit code {code}"
 
 
-def _importable(function: Callable[..., Any]) -> tuple[str, str]:
-    """The file and the name of a top-level function, which a fresh process can load by itself."""
-    if function.__qualname__ != function.__name__:
-        raise ValueError(f"{function.__qualname__} is not at the top level of its file; move it there (§9.2)")
-    return function.__code__.co_filename, function.__name__
+def _run_job(
+    nproc: int,
+    folder: Path,
+    trace_dir: Path,
+    limit_s: float,
+    script: str | None = None,
+    args: tuple[str, ...] = (),
+) -> _Ends:
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc} is not a number of processes; choose nproc >= 1 (§9.2)")
+    theirs, ours = os.pipe()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nproc):
+            job = Job(rank, nproc, str(folder), str(trace_dir), limit_s, theirs, script, args)
+            command = [sys.executable, "-c", _START, json.dumps(asdict(job))]
+            processes.append(subprocess.Popen(command, env=_environment(job), pass_fds=[theirs]))
+        return _watch(processes, trace_dir)
+    finally:  # also when this process is interrupted: leave nothing behind
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        os.close(theirs)
+        os.close(ours)
 
 
-def _main(argv: list[str]) -> None:
-    rank, world_size, folder, trace_dir, limit_s, kind, target, *rest = argv
+def _environment(job: Job) -> dict[str, str]:
+    """What torchrun would say, one thread, and the loopback device: a laptop's own name may not resolve."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    for name, value in (("RANK", job.rank), ("WORLD_SIZE", job.world_size)):
+        environment[name] = environment[f"LOCAL_{name}"] = str(value)
+    for _, device in socket.if_nameindex():
+        if device in ("lo", "lo0"):
+            environment.setdefault("GLOO_SOCKET_IFNAME", device)
+    package = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def _watch(processes: list[subprocess.Popen[bytes]], trace_dir: Path) -> _Ends:
+    """Wait for all; from the first bad end on the rest have `GRACE_S` seconds."""
+    order: list[int] = []
+    deadline = math.inf
+    while len(order) < len(processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        for rank, process in enumerate(processes):
+            if rank not in order and process.poll() is not None:
+                order.append(rank)
+                if process.returncode != 0:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+    codes = [process.returncode if rank in order else None for rank, process in enumerate(processes)]
+    return _Ends(codes, order, trace.read_rows(trace_dir))
+
+
+def _pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call, and what a fresh process needs to load it: where to look, and the script we are in."""
+    try:
+        call = pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{getattr(function, '__qualname__', function)} cannot be handed to other processes: {error}; "
+            f"define it at the top level of a file and pass plain values (§9.2)"
+        ) from None
+    script = getattr(sys.modules["__main__"], "__file__", None) if b"__main__" in call else ""
+    if script is None:
+        raise ValueError("run() needs functions and classes from a file; there is none at a prompt (§9.2)")
+    return pickle.dumps((sys.path, script, call))
+
+
+# ------------------------------------------------------------------------------- in a process of the job
+
+_inside_a_job = False
+
+
+def _main(text: str) -> None:
+    global _inside_a_job
+    _inside_a_job = True
+    fields = json.loads(text)
+    job = Job(**{**fields, "args": tuple(fields["args"])})
+    threading.Thread(target=_leave_with_the_launcher, args=(job.lifeline,), daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):
+        _write_whole_lines(stream)
     comm.init_distributed(
-        init_method=f"file://{folder}/store",
-        rank=int(rank),
-        world_size=int(world_size),
-        timeout=timedelta(seconds=float(limit_s) * 2),
+        init_method=f"file://{job.folder}/store",
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.limit_s + _START_S),
         verbose=False,
-        trace_dir=trace_dir,
-        trace_limit=float(limit_s),
+        trace_dir=job.trace_dir,
+        trace_limit=job.limit_s,
     )
-    if kind == "script":
-        sys.argv = [target, *rest]
-        sys.path.insert(0, str(Path(target).resolve().parent))
-        runpy.run_path(target, run_name="__main__")
+    if job.script is None:
+        result = _call(Path(job.folder) / _CALL)
+        (Path(job.folder) / _RESULT.format(job.rank)).write_bytes(pickle.dumps(result))
     else:
-        (file, name), args = pickle.loads(Path(target).read_bytes())
-        result = runpy.run_path(file, run_name="ds_lite_job")[name](*args)
-        (Path(folder) / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
-    comm.destroy_process_group()
+        sys.argv = [job.script, *job.args]
+        sys.path[0] = str(Path(job.script).resolve().parent)
+        runpy.run_path(job.script, run_name="__main__")
+    if comm.is_initialized():
+        comm.destroy_process_group()
     trace.close()
 
 
-if __name__ == "__main__":
-    _main(sys.argv[1:])
+def _leave_with_the_launcher(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nobody writes: this returns when the other end is closed
+    os._exit(trace.EXIT_FAILED)
+
+
+def _write_whole_lines(stream: Any) -> None:
+    """So that the lines of several ranks come out one after another, and none is lost in a killed process."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(line_buffering=True)
+
+
+def _call(path: Path) -> Any:
+    sys.path[:], script, call = pickle.loads(path.read_bytes())
+    if script:  # as multiprocessing does it: loaded under another name, found under both
+        module = ModuleType("__mp_main__")
+        module.__dict__.update(runpy.run_path(script, run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    function, args = pickle.loads(call)
+    return function(*args)

@@ -1,15 +1,15 @@
 """One small byte-level GPT, its text and its batches: what chapters, labs and tests train (§9.2 §9.9).
 
-The model exists twice from the same layers: `GPT` is the plain module for one process, `layer_specs` the list that
-`PipelineModule` cuts. Layer i starts from seed `seed + i` in both, so one seed means one model, however it is cut:
+The model exists twice from the same layers: `GPT` is the plain module for one process, `layer_specs` the list
+that `PipelineModule` cuts. Layer i starts from seed `seed + i` in both, so one seed means one model:
 
     GPT(Shape(), seed=1234)
     PipelineModule(layer_specs(Shape()), num_stages=2, loss_fn=loss_fn, seed_layers=True, base_seed=1234)
 
-The text is the standard library's own source, which every machine with Python has. A batch is a pure function of
+The text is the standard library's own source, which every machine with Python has. A batch is a function of
 (seed, step, number of the micro-batch), so every layout of processes sees the same bytes.
 
-Legend: B sequences in a micro-batch, T context, H width, N heads, D head width, V vocabulary, m micro-batches.
+Legend: B sequences in a micro-batch, T context, H width, N heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Shape:
         if self.width % self.num_heads:
             fitting = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             raise ValueError(
-                f"width={self.width} is not divisible by num_heads={self.num_heads}; choose from {fitting} (§9.2)"
+                f"width={self.width} is not divisible by num_heads={self.num_heads}; "
+                f"choose from {fitting} (§9.2)"
             )
 
 
@@ -227,7 +228,7 @@ def load_text(limit: int = 4_000_000, folder: str | os.PathLike[str] | None = No
             break
     if not all(parts):
         raise ValueError(
-            f"found {sum(map(len, parts))} Python source files in {root}, and the text needs ten; pass another "
+            f"found {sum(map(len, parts))} Python files in {root}, and the text needs ten; pass another "
             f"folder with .py files to load_text (§9.2)"
         )
     train, validation = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)

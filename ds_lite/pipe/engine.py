@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_lite import comm
 from ds_lite.agreement import raise_together
 from ds_lite.config_keys import DSConfig
 from ds_lite.data import RepeatingLoader, take_micro_batches
@@ -33,6 +32,7 @@ from ds_lite.pipe.instructions import (
     SendActivation,
     SendGrad,
 )
+from ds_lite.pipe.losses import Losses, mean_over_micro_batches, mean_over_replicas, unwrapped
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import StageLink
 from ds_lite.pipe.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
@@ -89,6 +89,7 @@ class PipelineEngine(Engine):
             raise ValueError("train_batch() needs an optimizer; name one in the config or pass it (§9.2)")
         loss = self._run_training(data_iter, without=())
         self.micro_steps += self.micro_batches
+        self._report(loss)
         return loss
 
     def compute_gradients(self, data_iter: Iterator[Any] | None = None) -> Any:
@@ -111,7 +112,7 @@ class PipelineEngine(Engine):
         with self.stage.telling_neighbours():
             self._exec_schedule(schedule, without)
             self.stage.finish()
-            return self._share(self._mean_losses() if self.is_last_stage() else ())
+            return self._share(self._mean_losses())
 
     def eval_batch(
         self,
@@ -151,36 +152,22 @@ class PipelineEngine(Engine):
 
     def _evaluated_loss(self, reduce_output: str | None, bcast_loss: bool) -> Any:
         if reduce_output == "avg":
-            mine = self._mean_losses() if self.is_last_stage() else ()
-            return self._share(mine) if bcast_loss else self._unwrapped(mine)
-        flat = [loss for losses in self.stage.losses for loss in self._mean_over_replicas(losses)]
-        if bcast_loss:
-            flat = list(self.stage.share_result(tuple(flat)))
-        return flat if flat else None
+            mine = self._mean_losses()
+            return self._share(mine) if bcast_loss else unwrapped(mine)
+        group = self.grid.group("data")
+        each = tuple(loss for losses in self.stage.losses for loss in mean_over_replicas(losses, group))
+        return list(self.stage.share_result(each) if bcast_loss else each) or None
 
-    def _mean_losses(self) -> tuple[Tensor, ...]:
-        """Over micro-batches and replicas, on the last stage; every micro-batch weighs the same."""
-        per_kind = zip(*self.stage.losses, strict=True)
-        return self._mean_over_replicas(
-            tuple(torch.stack(kind).double().mean().to(kind[0].dtype) for kind in per_kind)
-        )
+    def _mean_losses(self) -> Losses:
+        """Over micro-batches and replicas, on the last stage; nothing elsewhere."""
+        if not self.is_last_stage():
+            return ()
+        return mean_over_replicas(mean_over_micro_batches(self.stage.losses), self.grid.group("data"))
 
-    def _mean_over_replicas(self, losses: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not losses or self.grid.size("data") == 1:
-            return losses
-        sums = torch.stack([loss.double() for loss in losses])
-        comm.all_reduce(sums, group=self.grid.group("data"))
-        return tuple(
-            value.to(loss.dtype) for value, loss in zip(sums / self.grid.size("data"), losses, strict=True)
-        )
-
-    def _share(self, losses: tuple[Tensor, ...]) -> Any:
+    def _share(self, losses: Losses) -> Any:
+        """The last stage's losses on every stage."""
         with self.trace.span("ShareLoss"):
-            return self._unwrapped(self.stage.share_result(losses))
-
-    def _unwrapped(self, losses: tuple[Tensor, ...]) -> Any:
-        """One loss as a tensor, several as a tuple; None where there is none."""
-        return losses[0] if len(losses) == 1 else (losses or None)
+            return unwrapped(self.stage.share_result(losses))
 
     def _load(self, iterator: Iterator[Any] | None, count: int, *, training: bool) -> None:
         """Take this batch's micro-batches where they are needed, and agree that every rank has them.

@@ -93,11 +93,12 @@ class Pending:
 class StageLink:
     """The way to one neighbouring stage and back.
 
-    Communication: per message one header (64 integers, on the CPU) and one message per non-empty tensor.
+    Communication: per message one header (64 integers) and one message per non-empty tensor.
     """
 
     def __init__(self, peer: int, group: ProcessGroup, device: torch.device) -> None:
         self.peer, self.group, self.device = peer, group, device
+        self._header_device = comm.control_device()
 
     def send(self, message: Message) -> Pending:
         """Start sending; computation may go on, the tensors must not change before `wait`.
@@ -128,7 +129,7 @@ class StageLink:
         parts = [header]
         if rest := numbers[_HEADER_INTS - _FRONT :]:
             parts.append(torch.tensor(rest, dtype=torch.int64))
-        for part in parts:
+        for part in [part.to(self._header_device) for part in parts]:
             pending.works.append(comm.isend(part, self.peer, self.group, operation="send_header"))
             pending.tensors.append(part)
 
@@ -146,7 +147,7 @@ class StageLink:
         return Arriving(Message(tensors, tuple(note.flag for note in notes), kind == _TUPLE), works)
 
     def _receive_numbers(self) -> list[int]:
-        header = torch.empty(_HEADER_INTS, dtype=torch.int64)
+        header = torch.empty(_HEADER_INTS, dtype=torch.int64, device=self._header_device)
         comm.irecv(header, self.peer, self.group, operation="recv_header").wait()
         magic, length, *numbers = header.tolist()
         if magic != _MAGIC:
@@ -155,7 +156,7 @@ class StageLink:
                 f"do both stages run the same schedule and version? (§9.10)"
             )
         if length > _HEADER_INTS - _FRONT:
-            rest = torch.empty(length - (_HEADER_INTS - _FRONT), dtype=torch.int64)
+            rest = header.new_empty(length - (_HEADER_INTS - _FRONT))
             comm.irecv(rest, self.peer, self.group, operation="recv_header").wait()
             numbers += rest.tolist()
         return numbers[:length]

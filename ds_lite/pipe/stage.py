@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_lite.agreement import RemoteError
 from ds_lite.data import to_device
+from ds_lite.pipe.losses import split_losses
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import Arriving, Message, NeighbourError, Pending, StageLink, can_travel
 
@@ -55,8 +57,8 @@ class Stage:
     ) -> None:
         self.module, self.previous, self.next, self.device = module, previous, following, device
         self.loaded: deque[tuple[Any, Any]] = deque()  # micro-batches that the iterator gave for this batch
+        self._received = 0  # activations whose header came in during this run
         self.losses: list[tuple[Tensor, ...]] = []  # last stage: per micro-batch, detached
-        self.loss_is_tuple = False
         self.last_outputs: Any = None  # last stage: of the newest micro-batch
         self.buffers: list[Buffer] = []
         self._gradient_sends: deque[Pending] = deque()
@@ -65,7 +67,7 @@ class Stage:
         """Make the buffers of one run of a schedule."""
         self.buffers = [Buffer() for _ in range(num_buffers)]
         self.num_micro_batches, self.compute_loss = num_micro_batches, compute_loss
-        self.losses, self.last_outputs = [], None
+        self.losses, self.last_outputs, self._received = [], None, 0
 
     def finish(self) -> None:
         """Wait for every send; then no handle is open and no buffer holds anything."""
@@ -120,16 +122,9 @@ class Stage:
         if not self.compute_loss:
             return
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
-        self.loss_is_tuple = isinstance(loss, (tuple, list))
-        losses = tuple(loss) if isinstance(loss, (tuple, list)) else (loss,)
-        for value in losses:
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(
-                    f"the loss must be a tensor with one element, got {what}; reduce it in loss_fn (§9.2)"
-                )
+        losses = split_losses(loss)
         buffer.loss = losses[0] if torch.is_grad_enabled() else None
-        self.losses.append(tuple(value.detach().reshape(()) for value in losses))
+        self.losses.append(tuple(value.detach() for value in losses))
 
     def backward(self, buffer: Buffer) -> None:
         """BackwardPass: from the loss on the last stage, from the received gradients elsewhere."""
@@ -159,6 +154,7 @@ class Stage:
         """RecvActivation: post the receives that the previous stage's header announces."""
         assert self.previous is not None
         buffer.arriving = self.previous.receive()
+        self._received += 1
 
     def send_activation(self, buffer: Buffer) -> None:
         """SendActivation: start sending the outputs; computation goes on."""
@@ -209,19 +205,34 @@ class Stage:
             self._tell(news.error, heard_from=news.peer)
             raise news.error from None
         except Exception as error:
-            self._tell(error, heard_from=None)
+            told = error
+            if not isinstance(error, (ValueError, TypeError)):
+                told = RemoteError(f"stage {self.module.stage_id} failed with {type(error).__name__}: {error}")
+            self._tell(told, heard_from=None)
             raise
 
     def _tell(self, error: Exception, heard_from: int | None) -> None:
         links = [link for link in (self.previous, self.next) if link is not None and link.peer != heard_from]
-        for pending in [link.send_error(error) for link in links]:
+        told = [link.send_error(error) for link in links]
+        if not torch.is_grad_enabled() and self.previous in links:
+            self._let_previous_finish()
+        for pending in told:
             for work in pending.works:
                 try:
                     work.wait(_PATIENCE)
                 except (
                     RuntimeError
-                ):  # that neighbour is gone or no longer listens; the error itself is raised
+                ):  # that neighbour is gone or no longer listens; the error is raised anyway
                     break
+
+    def _let_previous_finish(self) -> None:
+        """In evaluation the previous stage listens only after its last send: take what it still sends."""
+        assert self.previous is not None
+        for _ in range(self.num_micro_batches - self._received):
+            try:
+                self.previous.receive().wait()
+            except (RuntimeError, NeighbourError):  # it failed too, so it waits for nobody
+                return
 
 
 def _as_message(outputs: Any, layer: str) -> Message:

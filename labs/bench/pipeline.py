@@ -1,17 +1,19 @@
-"""How fast is the pipeline? One process, ds_lite, torch's Schedule1F1B and DeepSpeed, interleaved (§9.2 §9.10).
+"""How fast is the pipeline? One process, ds_lite, torch's Schedule1F1B and DeepSpeed in turn (§9.2 §9.10).
 
-    python labs/bench/pipeline.py                                    # about four minutes on two cores
+    python labs/bench/pipeline.py                                   # a few minutes on two cores
     python labs/bench/pipeline.py --quick --json table.json
     python labs/bench/pipeline.py --deepspeed-python OTHER/bin/python
 
-Seconds of a shared machine mean little; ratios of runs that alternate mean much. So all engines live in worker
-processes of one thread each, only one engine works at a time, and a round is one step of each in turn. A ratio
-is formed inside its round, and the table shows the median of these, with the lowest and the highest.
+Seconds of a shared machine mean little; ratios of runs that alternate mean much. So all engines live in
+worker processes of one thread each, only one engine works at a time, and a round is one step of each in turn.
+A ratio is formed inside its round; the table shows the median of these, with the lowest and the highest. A
+round beside which other programs kept a core busy says nothing about overlap: rounds wait for a quiet machine
+as long as `--patience` allows, and the quietest count.
 
 A step is forward, backward and optimizer over m micro-batches, with the loss known: on every rank for ds_lite
-and DeepSpeed, on the last stage for torch. Before anything is timed, the losses of the first steps must agree.
+and DeepSpeed, on the last stage for torch. Before anything is timed, the first losses must agree.
 
-The bubble limit is what one process's time becomes when only the pipeline's ramps are idle: T1 (m+S-1)/(m S).
+The bubble limit is one process's time with only the pipeline's ramps idle: T1 (m+S-1)/(m S).
 """
 
 from __future__ import annotations
@@ -23,22 +25,24 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import typer
+from bystanders import Reading, foreign_cores, wait_until_quiet
 from pipeline_worker import Task
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 NUM_STAGES = 2
 CHECKED_STEPS = 3
+QUIET = 0.1  # cores: a round beside less than this counts as undisturbed
 LIMIT_S = 120.0  # for one step of one engine
 LOSS_TOLERANCE = 1e-4  # relative, float32 after a few steps; a wrong gradient is off by far more
 
@@ -157,13 +161,30 @@ def check_losses(all_crews: dict[str, Crew]) -> dict[str, list[float]]:
     return losses
 
 
-def measure(all_crews: dict[str, Crew], rounds: int) -> dict[str, list[float]]:
-    """Seconds per step of every contestant, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in all_crews}
-    for _ in track(range(rounds), description="rounds", transient=True, console=Console(stderr=True)):
-        for name, crew in all_crews.items():
-            seconds[name].append(crew.step()[0])
-    return seconds
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one step of each contestant, and the cores that other programs took meanwhile."""
+
+    seconds: dict[str, float]
+    foreign: float
+
+
+def measure(all_crews: dict[str, Crew], rounds: int, patience_s: float) -> list[Round]:
+    """The quietest `rounds`, out of as many as it takes for these to be undisturbed, or as time allows."""
+    pids = [os.getpid(), *(process.pid for crew in all_crews.values() for process in crew.processes)]
+    made: list[Round] = []
+    deadline = perf_counter() + patience_s
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        quiet = bar.add_task("undisturbed rounds", total=rounds)
+        while len(made) < rounds or perf_counter() < deadline:
+            wait_until_quiet(pids, limit_cores=QUIET, deadline=deadline)
+            before = Reading.now(pids)
+            seconds = {name: crew.step()[0] for name, crew in all_crews.items()}
+            made.append(Round(seconds, foreign_cores(before, Reading.now(pids))))
+            bar.update(quiet, completed=sum(each.foreign < QUIET for each in made))
+            if bar.finished:
+                break
+    return sorted(made, key=lambda each: each.foreign)[:rounds]
 
 
 @dataclass(frozen=True)
@@ -189,42 +210,47 @@ class Row:
     name: str
     processes: int
     step_s: float
+    best_s: float
     to_ds_lite: Spread
     to_bubble_limit: Spread | None
 
 
-def rows_of(contestants: list[Contestant], seconds: dict[str, list[float]]) -> list[Row]:
-    """The table's rows, from seconds per round."""
+def rows_of(contestants: list[Contestant], rounds: list[Round]) -> list[Row]:
+    """The table's rows."""
     m = Task("", 0, 1, "").num_micro_batches
-    limits = [t1 * (m + NUM_STAGES - 1) / (m * NUM_STAGES) for t1 in seconds["one process"]]
+    limits = [r.seconds["one process"] * (m + NUM_STAGES - 1) / (m * NUM_STAGES) for r in rounds]
     rows = []
     for contestant in contestants:
-        mine = seconds[contestant.name]
-        relative = Spread.of([a / b for a, b in zip(mine, seconds["ds_lite"])])
+        mine = [r.seconds[contestant.name] for r in rounds]
+        relative = Spread.of([r.seconds[contestant.name] / r.seconds["ds_lite"] for r in rounds])
         bubble = Spread.of([a / b for a, b in zip(mine, limits)]) if contestant.world_size > 1 else None
-        rows.append(Row(contestant.name, contestant.world_size, median(mine), relative, bubble))
+        rows.append(Row(contestant.name, contestant.world_size, median(mine), min(mine), relative, bubble))
     return rows
 
 
 # ----------------------------------------------------------------------------------------- reporting
 
 
-def show(rows: list[Row], missing: list[str], rounds: int) -> None:
+def show(rows: list[Row], missing: list[str], rounds: list[Round]) -> None:
     """The table."""
     size = Task("", 0, 1, "")
     title = (
         f"{size.num_blocks} blocks of width {size.width}, m={size.num_micro_batches} micro-batches of "
-        f"{size.micro_batch_size} x {size.tokens} tokens, {rounds} rounds"
+        f"{size.micro_batch_size} x {size.tokens} tokens, {len(rounds)} rounds"
     )
-    table = Table(title=title)
-    for heading in ("engine", "processes", "step s (median)", "time / ds_lite", "time / bubble limit"):
-        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    table = Table("engine", title=title)
+    for heading in ("processes", "step s: median", "best", "time / ds_lite", "time / bubble limit"):
+        table.add_column(heading, justify="right")
     for row in rows:
         bubble = str(row.to_bubble_limit) if row.to_bubble_limit else "-"
-        table.add_row(row.name, str(row.processes), f"{row.step_s:.3f}", str(row.to_ds_lite), bubble)
+        times = f"{row.step_s:.3f}", f"{row.best_s:.3f}"
+        table.add_row(row.name, str(row.processes), *times, str(row.to_ds_lite), bubble)
     for name in missing:
-        table.add_row(name, "-", "not installed", "-", "-")
-    Console(width=max(Console().width, 100)).print(table)
+        table.add_row(name, "-", "not installed", "-", "-", "-")
+    Console(width=max(Console().width, 110)).print(table)
+    others = [r.foreign for r in rounds]
+    quiet = sum(each < QUIET for each in others)
+    print(f"undisturbed rounds: {quiet} of {len(rounds)}; other programs took {median(others):.2f} cores")
 
 
 def has_deepspeed(python: str) -> bool:
@@ -233,45 +259,49 @@ def has_deepspeed(python: str) -> bool:
     return subprocess.run([python, "-c", look], check=False).returncode == 0
 
 
+def contestants_of(deepspeed_python: str | None, beside: list[Path]) -> list[Contestant]:
+    """In the order of a round."""
+    others = [Contestant(f"ds_lite at {path}", "ds_lite", source=path.resolve()) for path in beside]
+    return [
+        Contestant("one process", "one_process", 1),
+        Contestant("ds_lite", "ds_lite"),
+        Contestant("torch Schedule1F1B", "torch_1f1b"),
+        *others,
+        *([Contestant("DeepSpeed", "deepspeed", python=deepspeed_python)] if deepspeed_python else []),
+    ]
+
+
 def main(
-    rounds: int = typer.Option(21, min=1, help="Steps of each engine that are timed."),
-    quick: bool = typer.Option(False, help="Five rounds."),
-    json_file: Path = typer.Option(None, "--json", help="Write every time and ratio to this file."),
-    deepspeed_python: str = typer.Option(sys.executable, help="The interpreter that has DeepSpeed."),
-    beside: list[Path] = typer.Option(
-        [], help="Another checkout whose ds_lite is timed too; may be repeated."
-    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine that count.")] = 21,
+    patience: Annotated[float, typer.Option(help="Seconds to spend on finding quiet rounds.")] = 300.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Five rounds, however loud.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every time and ratio here.")] = None,
+    deepspeed_python: Annotated[
+        str, typer.Option(help="The interpreter that has DeepSpeed.")
+    ] = sys.executable,
+    beside: Annotated[
+        list[Path] | None, typer.Option(help="Another checkout whose ds_lite runs too.")
+    ] = None,
 ) -> None:
     """Time one step of the same model in every engine, in alternation, and print the ratios."""
-    rounds = 5 if quick else rounds
-    contestants = [Contestant("one process", "one_process", 1), Contestant("ds_lite", "ds_lite")]
-    contestants.append(Contestant("torch Schedule1F1B", "torch_1f1b"))
-    contestants += [Contestant(f"ds_lite at {path}", "ds_lite", source=path.resolve()) for path in beside]
+    rounds, patience = (5, 0.0) if quick else (rounds, patience)
     missing = [] if has_deepspeed(deepspeed_python) else ["DeepSpeed"]
-    if not missing:
-        contestants.append(Contestant("DeepSpeed", "deepspeed", python=deepspeed_python))
+    contestants = contestants_of(None if missing else deepspeed_python, beside or [])
     with crews(contestants) as all_crews:
         losses = check_losses(all_crews)
-        seconds = measure(all_crews, rounds)
+        made = measure(all_crews, rounds, patience)
         traced = all_crews["ds_lite"].ask("trace")[0]
-    rows = rows_of(contestants, seconds)
-    show(rows, missing, rounds)
-    share = traced["events"] * traced["seconds"] / median(seconds["ds_lite"])
-    print(
-        f"losses of the first {CHECKED_STEPS} steps agree: {', '.join(f'{x:.5f}' for x in losses['ds_lite'])}"
-    )
-    print(
-        f"tracing: {traced['events']} events a step, {traced['seconds'] * 1e6:.1f} us each: {share:.2%} of a step"
-    )
+    rows = rows_of(contestants, made)
+    show(rows, missing, made)
+    events, each_s = traced["events"], traced["seconds"]
+    traced["share"] = events * each_s / median(r.seconds["ds_lite"] for r in made)
+    print(f"tracing: {events} events of {each_s * 1e6:.1f} us each, {traced['share']:.2%} of a step")
+    print(f"the first {CHECKED_STEPS} losses agree: {', '.join(f'{x:.5f}' for x in losses['ds_lite'])}")
     if json_file is not None:
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-        report = {
-            "rows": [asdict(row) for row in rows],
-            "seconds": seconds,
-            "losses": losses,
-            "missing": missing,
-        }
-        json_file.write_text(json.dumps(report | {"tracing": traced, "machine": machine}, indent=2) + "\n")
+        report = {"rows": list(map(asdict, rows)), "rounds": list(map(asdict, made)), "losses": losses}
+        report |= {"missing": missing, "tracing": traced, "machine": machine}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

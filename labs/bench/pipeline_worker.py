@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 Step = Callable[[], "float | None"]
 
-LEARNING_RATE = 0.5  # large enough that three steps tell a wrong gradient from a right one
+LEARNING_RATE = 0.1  # large enough that three steps tell a wrong gradient from a right one
 
 
 @dataclass(frozen=True)
