@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_lite import comm, trace, trace_file
+from ds_lite import trace, trace_file
 
 GRACE_S = 3.0  # for survivors to notice and write their row
 _POLL_S = 0.05
@@ -225,6 +225,8 @@ _inside_a_job = False
 
 
 def _main(text: str) -> None:
+    from ds_lite import comm  # torch: the launcher itself does without it
+
     global _inside_a_job
     _inside_a_job = True
     fields = json.loads(text)

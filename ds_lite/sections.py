@@ -105,6 +105,7 @@ SECTIONS: tuple[Section, ...] = (
             "ds_lite/pipe/simulate.py",
             "ds_lite/pipe/engine.py",
             "ds_lite/trace.py",
+            "ds_lite/trace_file.py",
         ),
         chapter="chapters/ch10_schedules.py",
         tests=("tests/test_s09_10_*.py",),

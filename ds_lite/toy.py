@@ -32,6 +32,7 @@ from ds_lite.pipe.building import rng_restored, set_random_seed
 __all__ = ["GPT", "Shape", "Text", "batches", "layer_specs", "load_text", "loss_fn", "micro_batch"]
 
 MicroBatch = tuple[Tensor, Tensor]
+_STD = 0.02  # of initial weights, as in GPT-2
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,25 @@ class Shape:
 # -------------------------------------------------------------------------------------------- the layers
 
 
+def linear(inputs: int, outputs: int, *, std: float = _STD) -> nn.Linear:
+    """A linear layer with small normal weights, and biases that are not zero: a forgotten one must show."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.normal_(layer.bias, std=_STD)
+    return layer
+
+
+def into_stream(inputs: int, shape: Shape) -> nn.Linear:
+    """A linear layer that adds to the residual stream: smaller, as 2 * num_blocks of them add up."""
+    return linear(inputs, shape.width, std=_STD / (2 * shape.num_blocks) ** 0.5)
+
+
 class Embedding(nn.Module):
     """Bytes to vectors; `head` reads the same table the other way round."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.width).normal_(std=0.02))  # (V, H)
+        self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.width).normal_(std=_STD))  # (V, H)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, H)
         return F.embedding(tokens, self.weight)
@@ -81,7 +95,7 @@ class Positions(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape.context, shape.width).normal_(std=0.02))  # (T, H)
+        self.weight = nn.Parameter(torch.empty(shape.context, shape.width).normal_(std=_STD))  # (T, H)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.weight[: x.shape[1]]
@@ -93,10 +107,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.num_heads = shape.num_heads
-        self.query = nn.Linear(shape.width, shape.width)
-        self.key = nn.Linear(shape.width, shape.width)
-        self.value = nn.Linear(shape.width, shape.width)
-        self.out = nn.Linear(shape.width, shape.width)
+        self.query = linear(shape.width, shape.width)
+        self.key = linear(shape.width, shape.width)
+        self.value = linear(shape.width, shape.width)
+        self.out = into_stream(shape.width, shape)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (self.num_heads, -1)
@@ -113,8 +127,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.width, 4 * shape.width)
-        self.down = nn.Linear(4 * shape.width, shape.width)
+        self.up = linear(shape.width, 4 * shape.width)
+        self.down = into_stream(4 * shape.width, shape)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

@@ -212,7 +212,8 @@ def open_trace(
     """
     global _current
     close()
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder = Path(folder).absolute()  # the caller's code may change its directory
+    folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         trace_file.clear(folder, from_rank=world_size, before=_started)
     _current = Trace(trace_file.file_of(folder, rank), rank, world_size, limit_s=limit_s)

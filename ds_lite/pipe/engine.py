@@ -204,19 +204,21 @@ class PipelineEngine(Engine):
         """Run a schedule: for each step, for each instruction in it, call the method of its class."""
         for step_commands in pipe_schedule:
             for command in step_commands:
-                kind = type(command)
-                if kind in without:
-                    continue
-                if kind not in self._INSTRUCTION_MAP:
-                    raise RuntimeError(
-                        f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)"
-                    )
-                micro_batch_id = getattr(command, "micro_batch_id", None)
-                self.trace.begin(
-                    command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind)
-                )
-                MethodType(self._INSTRUCTION_MAP[kind], self)(**command.kwargs)
-                self.trace.end()
+                if type(command) not in without:
+                    self._exec_instruction(command)
+
+    def _exec_instruction(self, command: PipeInstruction) -> None:
+        kind = type(command)
+        if kind not in self._INSTRUCTION_MAP:
+            raise RuntimeError(f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)")
+        micro_batch_id = getattr(command, "micro_batch_id", None)
+        self.trace.begin(command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind))
+        try:
+            MethodType(self._INSTRUCTION_MAP[kind], self)(**command.kwargs)
+        except BaseException:
+            self.trace.abandon()  # the row keeps the instruction; a caller may catch this and go on
+            raise
+        self.trace.end()
 
     def _peer_of(self, kind: type[PipeInstruction]) -> int:
         """The global rank that an instruction talks to, for the hang table; -1 if none."""

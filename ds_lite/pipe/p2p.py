@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_lite import comm
+from ds_lite import comm, trace
 from ds_lite.agreement import error_from_ints, error_to_ints
 from ds_lite.comm import ProcessGroup, Work
 from ds_lite.grid import PipelineParallelGrid
@@ -68,11 +68,16 @@ class Arriving:
 
     message: Message
     _works: list[Work]
+    _peer: int
 
     def wait(self) -> Message:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        if self._works:  # the hang table then says for whom and for what this rank waits
+            first = next(tensor for tensor in self.message.tensors if tensor.numel())
+            trace.current().detail(self._peer, first.shape)
+            for work in self._works:
+                work.wait()
+            trace.current().detail(-1)
+            self._works.clear()
         return self.message
 
 
@@ -144,7 +149,9 @@ class StageLink:
         notes = _read_notes(count, numbers)
         tensors = tuple(torch.empty(note.shape, dtype=note.dtype, device=self.device) for note in notes)
         works = [comm.irecv(_as_bytes(tensor), self.peer, self.group) for tensor in tensors if tensor.numel()]
-        return Arriving(Message(tensors, tuple(note.flag for note in notes), kind == _TUPLE), works)
+        return Arriving(
+            Message(tensors, tuple(note.flag for note in notes), kind == _TUPLE), works, self.peer
+        )
 
     def _receive_numbers(self) -> list[int]:
         header = torch.empty(_HEADER_INTS, dtype=torch.int64, device=self._header_device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -207,13 +207,18 @@ class Stage:
         except Exception as error:
             told = error
             if not isinstance(error, (ValueError, TypeError)):
-                told = RemoteError(f"stage {self.module.stage_id} failed with {type(error).__name__}: {error}")
+                told = RemoteError(
+                    f"stage {self.module.stage_id} failed with {type(error).__name__}: {error}"
+                )
             self._tell(told, heard_from=None)
             raise
 
     def _tell(self, error: Exception, heard_from: int | None) -> None:
         links = [link for link in (self.previous, self.next) if link is not None and link.peer != heard_from]
-        told = [link.send_error(error) for link in links]
+        told = []
+        for link in links:
+            with suppress(RuntimeError):  # that neighbour is gone; the other one still wants to know
+                told.append(link.send_error(error))
         if not torch.is_grad_enabled() and self.previous in links:
             self._let_previous_finish()
         for pending in told:
