@@ -90,8 +90,7 @@ class Lab:
         """End the lab on every process: all of them come here, for the same reason."""
         if comm.get_rank() == 0:
             Console(stderr=True, highlight=False).print(Text(message, style="red"), soft_wrap=True)
-        sys.stdout.flush()
-        raise SystemExit(EXIT_NOT_PASSED)
+        _leave_together(EXIT_NOT_PASSED)
 
     # -------------------------------------------------------------------------------- the learner's part
 
@@ -101,9 +100,8 @@ class Lab:
         if missing and not self.skips_predictions:
             self.leave(
                 f"Lab {self.number}, step 1: PREDICTIONS in {self.impl}.py still holds None for "
-                f"{', '.join(missing)}.\nWrite down what you expect before {self.unlocks}; a wrong guess "
-                f"costs "
-                f"nothing and is marked in the table. (--skip-predictions starts without.)"
+                f"{', '.join(missing)}.\nWrite down what you expect before {self.unlocks}; a wrong "
+                f"guess costs nothing and is marked in the table. (--skip-predictions starts without.)"
             )
 
     @contextmanager
@@ -150,11 +148,7 @@ class Lab:
                 )
             path = self._write_json(passed[0])
             self.say(f"verdict: {'pass' if passed[0] else 'FAIL'}   written to {path}", style="bold")
-        sys.stdout.flush()
-        if not passed[0]:
-            raise SystemExit(EXIT_NOT_PASSED)
-        comm.barrier()  # nobody leaves before the table is out
-        raise SystemExit(0)
+        _leave_together(0 if passed[0] else EXIT_NOT_PASSED)
 
     def _write_json(self, passed: bool) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -173,6 +167,13 @@ class Lab:
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         return path
+
+
+def _leave_together(status: int) -> NoReturn:
+    """Nobody leaves before rank 0 has said why: a launcher gives the others only moments."""
+    sys.stdout.flush()
+    comm.barrier()
+    raise SystemExit(status)
 
 
 def _parser(number: int) -> argparse.ArgumentParser:

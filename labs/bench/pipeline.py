@@ -21,20 +21,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-import select
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from bystanders import Reading, foreign_cores, wait_until_quiet
+from crew import Contestant, Crew, crews
 from pipeline_worker import Task
 from rich.console import Console
 from rich.progress import Progress
@@ -43,101 +42,7 @@ from rich.table import Table
 NUM_STAGES = 2
 CHECKED_STEPS = 3
 QUIET = 0.1  # cores: a round beside less than this counts as undisturbed
-LIMIT_S = 120.0  # for one step of one engine
 LOSS_TOLERANCE = 1e-4  # relative, float32 after a few steps; a wrong gradient is off by far more
-
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("pipeline_worker.py")
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One row of the table: which engine, how many processes, which interpreter, which ds_lite."""
-
-    name: str
-    engine: str
-    world_size: int = NUM_STAGES
-    python: str = sys.executable
-    source: Path = ROOT
-
-
-class Crew:
-    """The processes of one contestant, waiting for a word on their standard input."""
-
-    def __init__(self, contestant: Contestant, folder: Path) -> None:
-        self.contestant, self.folder = contestant, folder
-        folder.mkdir()
-        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(contestant.source), os.environ.get("PYTHONPATH", "")]
-        )
-        self.processes: list[subprocess.Popen[str]] = []
-        for rank in range(contestant.world_size):
-            task = json.dumps(asdict(Task(contestant.engine, rank, contestant.world_size, str(folder))))
-            with open(self._log(rank), "w") as log:
-                command = [contestant.python, str(WORKER), task]
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        text=True,
-                        env=environment,
-                    )
-                )
-
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
-
-    def ask(self, word: str) -> list[dict[str, Any]]:
-        """Say one word to every process; their answers, by rank."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(word + "\n")
-            process.stdin.flush()
-        return self.answers()
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One answer of every process.
-
-        Raises: RuntimeError with the log of a process that ended or says nothing for too long.
-        """
-        found = []
-        for rank, process in enumerate(self.processes):
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
-            line = process.stdout.readline() if ready else ""
-            if not line:
-                what = "ended" if ready else f"gave no answer in {LIMIT_S:g} s"
-                tail = "\n".join(self._log(rank).read_text().splitlines()[-25:])
-                raise RuntimeError(f"{self.contestant.name}: rank {rank} {what}\n{tail}")
-            found.append(json.loads(line))
-        return found
-
-    def step(self) -> tuple[float, float]:
-        """Make one step; seconds until its last process is done, and the loss."""
-        start = perf_counter()
-        losses = [answer["loss"] for answer in self.ask("step")]
-        return perf_counter() - start, next(loss for loss in losses if loss is not None)
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def crews(contestants: list[Contestant]) -> Iterator[dict[str, Crew]]:
-    """Start every contestant, and leave none of their processes behind."""
-    with tempfile.TemporaryDirectory(prefix="ds_lite-bench-") as folder, ExitStack() as stack:
-        started = {}
-        for index, contestant in enumerate(contestants):
-            crew = started[contestant.name] = Crew(contestant, Path(folder) / str(index))
-            stack.callback(crew.end)
-            crew.answers()  # ready; one after another, so that nobody starts beside somebody who works
-        yield started
-
 
 # ----------------------------------------------------------------------------------------- measuring
 
@@ -261,14 +166,15 @@ def has_deepspeed(python: str) -> bool:
 
 def contestants_of(deepspeed_python: str | None, beside: list[Path]) -> list[Contestant]:
     """In the order of a round."""
-    others = [Contestant(f"ds_lite at {path}", "ds_lite", source=path.resolve()) for path in beside]
-    return [
+    found = [
         Contestant("one process", "one_process", 1),
-        Contestant("ds_lite", "ds_lite"),
-        Contestant("torch Schedule1F1B", "torch_1f1b"),
-        *others,
-        *([Contestant("DeepSpeed", "deepspeed", python=deepspeed_python)] if deepspeed_python else []),
+        Contestant("ds_lite", "ds_lite", NUM_STAGES),
+        Contestant("torch Schedule1F1B", "torch_1f1b", NUM_STAGES),
+        *(Contestant(f"ds_lite at {path}", "ds_lite", NUM_STAGES, source=path.resolve()) for path in beside),
     ]
+    if deepspeed_python is not None:
+        found.append(Contestant("DeepSpeed", "deepspeed", NUM_STAGES, python=deepspeed_python))
+    return found
 
 
 def main(
@@ -284,6 +190,7 @@ def main(
     ] = None,
 ) -> None:
     """Time one step of the same model in every engine, in alternation, and print the ratios."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that ending it ends its workers
     rounds, patience = (5, 0.0) if quick else (rounds, patience)
     missing = [] if has_deepspeed(deepspeed_python) else ["DeepSpeed"]
     contestants = contestants_of(None if missing else deepspeed_python, beside or [])
@@ -298,7 +205,7 @@ def main(
     print(f"tracing: {events} events of {each_s * 1e6:.1f} us each, {traced['share']:.2%} of a step")
     print(f"the first {CHECKED_STEPS} losses agree: {', '.join(f'{x:.5f}' for x in losses['ds_lite'])}")
     if json_file is not None:
-        machine = {"python": platform.python_version(), "cores": os.cpu_count()}
+        machine = {"python": platform.python_version(), "torch": version("torch"), "cores": os.cpu_count()}
         report = {"rows": list(map(asdict, rows)), "rounds": list(map(asdict, made)), "losses": losses}
         report |= {"missing": missing, "tracing": traced, "machine": machine}
         json_file.write_text(json.dumps(report, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 labs/lab02_pipeline/lab.py --impl solution
     python -m ds_lite lab 2 --nproc 4 --impl solution
+    python labs/lab02_pipeline/lab.py        one process: your stream and a rehearsal of run_stage, no more
 
 Legend: S stages, m micro-batches, B sequences in one, T context, H width, s a stage.
 """
@@ -34,10 +35,13 @@ SIM_STAGES, SIM_MICRO_BATCHES = 4, 8
 def main() -> None:
     ds_lite.init_distributed(verbose=False)
     lab = Lab(2, Path(__file__).resolve().parent, unlocks="the simulator and the engine tell you")
-    if (world := comm.get_world_size()) not in (2, 4):
-        lab.leave(f"Lab 2 runs on 2 or 4 processes and was started on {world}; give --nproc 4")
     lab.demand_predictions()
     schedule = part_a(lab)
+    rehearsal(lab)
+    if (world := comm.get_world_size()) not in (2, 4):
+        lab.leave(
+            f"That was all that {world} process(es) can show; lab 2 goes on with 2 or 4, such as --nproc 4"
+        )
     part_b(lab)
     part_c(lab, schedule)
     lab.finish()
@@ -114,15 +118,19 @@ def _try_to_draw(lab: Lab, mine: type[PipeSchedule]) -> None:
 # --------------------------------------------------------------------------- B: the stage, over processes
 
 
-def part_b(lab: Lab) -> None:
-    """run_stage() in threads, then with one process a stage."""
-    world = comm.get_world_size()
-    lab.heading(f"B  Your run_stage(): {world} stages, one process each, float64")
+def rehearsal(lab: Lab) -> None:
+    """run_stage() with all stages as threads of one process: a mistake becomes a hint, not a hang."""
+    lab.heading("B  Your run_stage(), float64")
     with lab.step("step 5b"):
         stage_run.rehearse(lab.code)
-        lab.say("rehearsal with all stages in one process: equal to one process")
-        report = stage_run.run_in_processes(lab.code, SIM_MICRO_BATCHES)
-    lab.say(f"over {world} processes: largest gradient difference {report.largest_difference:.1e}")
+    lab.say("rehearsal, 3 stages in one process: the gradients of one process")
+
+
+def part_b(lab: Lab) -> None:
+    """run_stage() with one process a stage."""
+    world = comm.get_world_size()
+    report = stage_run.run_in_processes(lab.code, SIM_MICRO_BATCHES)
+    lab.say(f"{world} stages, one process each: largest gradient difference {report.largest_difference:.1e}")
     lab.row(
         "max |grad - one process|, run_stage",
         report.largest_difference,
@@ -151,8 +159,8 @@ def part_c(lab: Lab, schedule: type[PipeSchedule]) -> None:
     parameters = sum(p.numel() for p in ds_lite.toy.GPT(plan.shape).parameters())
     lab.say(
         f"byte-level GPT, {parameters / 1e6:.2f} M parameters; {len(run.text.train) / 1e6:.1f} MB of the "
-        f"standard "
-        f"library's source; {GLOBAL_SEQUENCES} x {plan.shape.context} bytes a step, {plan.steps} steps"
+        f"standard library's source; {GLOBAL_SEQUENCES} x {plan.shape.context} bytes "
+        f"a step, {plan.steps} steps"
     )
     run.run()
     loss = run.validation_loss()

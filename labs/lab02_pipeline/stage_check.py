@@ -27,6 +27,8 @@ SIZE = 2
 class Link(Protocol):
     """How a stage reaches its neighbours: `what` is "activation" or "gradient"."""
 
+    def made(self, what: str, stage_id: int, i: int) -> None: ...
+
     def send(self, what: str, i: int, tensor: Tensor, to: int) -> None: ...
 
     def recv(self, what: str, i: int, source: int) -> Tensor: ...
@@ -126,8 +128,7 @@ class StageWork:
             if x is None or x is not self.received.get(i):
                 raise Hint(
                     f"stage {self.stage_id}: forward({i}, x) got an x that recv_activation({i}) did not "
-                    f"return; "
-                    f"keep one x per micro-batch until its forward"
+                    "return; keep one x per micro-batch until its forward"
                 )
             y = x
         for layer in self.layers:
@@ -135,6 +136,7 @@ class StageWork:
         if self.is_last:
             y = toy.loss_fn(y, labels)
         self.outputs[i] = y
+        self.link.made("activation", self.stage_id, i)
         self.peak_live = max(self.peak_live, len(self.outputs))
         return y
 
@@ -149,6 +151,7 @@ class StageWork:
         inner = [] if self.is_first else [self.received.pop(i)]
         found = torch.autograd.grad(y, [*inner, *self.named.values()], gradient)
         gradients = dict(zip(self.named, found[len(inner) :]))
+        self.link.made("gradient", self.stage_id, i)
         return (found[0] if inner else None), gradients
 
     def _check_pair(self, i: int, y: Tensor, gradient: Tensor | None) -> None:
@@ -162,8 +165,7 @@ class StageWork:
         if gradient is None:
             raise Hint(
                 f"backward({i}, y, None) on stage {self.stage_id}: only the last stage starts from a loss; "
-                f"the "
-                f"others continue the gradient that recv_gradient({i}) returned"
+                f"the others continue the gradient that recv_gradient({i}) returned"
             )
         if gradient is not self.arrived.get(i):
             raise Hint(
@@ -186,6 +188,12 @@ class StageWork:
         if not isinstance(tensor, Tensor):
             raise Hint(
                 f"stage {self.stage_id} sends {tensor!r} as {what} of micro-batch {i}; it must be a tensor"
+            )
+        made = self.outputs.get(i) if what == "activation" else None
+        if made is not None and not torch.equal(made.detach(), tensor.detach()):
+            raise Hint(
+                f"stage {self.stage_id} sends something else than forward({i}, x) returned; only the loss is "
+                f"divided by m, once, on the last stage alone"
             )
         self.link.send(what, i, tensor.detach().contiguous(), to)
 

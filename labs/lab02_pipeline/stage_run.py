@@ -8,8 +8,8 @@ Legend: S stages, m micro-batches, i a micro-batch.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,53 +21,76 @@ from torch import Tensor
 
 from ds_lite import comm
 
-PATIENCE_S = 10.0
-
-
 # --------------------------------------------------------------------------------------------- in threads
 
 
 class ThreadLink:
-    """Queues between threads; a stage that can never be served says so instead of waiting."""
+    """Boxes between threads. When no stage can move any more, each of them learns who owes what to whom."""
 
     def __init__(self, num_stages: int) -> None:
-        self.queues: dict[tuple[str, int], queue.Queue[tuple[int, Tensor]]] = {
-            (what, to): queue.Queue()
-            for what in ("activation", "gradient")
-            for to in range(-1, num_stages + 1)
-        }
-        self.ended: set[int] = set()
-        self.stop = threading.Event()
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[str, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
+        self.waiting: dict[int, tuple[str, int, int]] = {}  # stage: what, micro-batch, from which stage
+        self.computed: set[tuple[str, int, int]] = set()  # what a stage has made: what, stage, micro-batch
+        self.running = set(range(num_stages))
+        self.has_failed = False
+
+    def made(self, what: str, stage_id: int, i: int) -> None:
+        with self.changed:
+            self.computed.add((what, stage_id, i))
 
     def send(self, what: str, i: int, tensor: Tensor, to: int) -> None:
-        self.queues[what, to].put((i, tensor.clone()))
+        with self.changed:
+            self.boxes[what, to].append((i, tensor.clone()))
+            self.changed.notify_all()
 
     def recv(self, what: str, i: int, source: int) -> Tensor:
         me = source + 1 if what == "activation" else source - 1
-        verb, remedy = (
-            ("RecvActivation", "SendActivation") if what == "activation" else ("RecvGrad", "SendGrad")
+        with self.changed:
+            self.waiting[me] = (what, i, source)
+            while not self.boxes[what, me]:
+                if self.has_failed:
+                    raise _Stopped
+                if self._nobody_moves():
+                    raise Hint(self._who_owes())
+                self.changed.wait()
+            del self.waiting[me]
+            sent, tensor = self.boxes[what, me].popleft()
+        if sent != i:
+            raise Hint(
+                f"stage {me} expects the {what} of micro-batch {i} and stage {source} sent that of {sent}"
+            )
+        return tensor
+
+    def end(self, stage_id: int, *, failed: bool) -> None:
+        with self.changed:
+            self.running.discard(stage_id)
+            self.has_failed |= failed
+            self.changed.notify_all()
+
+    def _nobody_moves(self) -> bool:
+        return all(
+            stage in self.waiting and not self.boxes[self.waiting[stage][0], stage] for stage in self.running
         )
-        for _ in range(int(PATIENCE_S / 0.02)):
-            over = source in self.ended
-            try:
-                sent, tensor = self.queues[what, me].get(timeout=0.02)
-            except queue.Empty:
-                if self.stop.is_set():
-                    raise _Stopped from None
-                if over:
-                    raise Hint(
-                        f"stage {me} waits in {verb} for micro-batch {i}, and stage {source} has ended its "
-                        f"stream "
-                        f"without sending it; every {remedy} in the stream must send what the pass before it "
-                        f"made"
-                    ) from None
-                continue
-            if sent != i:
-                raise Hint(
-                    f"stage {me} expects the {what} of micro-batch {i} and stage {source} sent that of {sent}"
-                )
-            return tensor
-        raise Hint(f"stage {me} waits in {verb} for micro-batch {i}, which stage {source} does not send")
+
+    def _who_owes(self) -> str:
+        """The wait that nobody will end: its sender is over, or has made the thing and gone on."""
+
+        def doubt(wait: tuple[int, tuple[str, int, int]]) -> tuple[bool, bool, bool, int]:
+            stage, (what, i, source) = wait
+            has_made = (what, source, i) in self.computed
+            return (source in self.running, not has_made, what == "activation", stage)
+
+        me, (what, i, source) = min(((stage, self.waiting[stage]) for stage in self.running), key=doubt)
+        verb, remedy, passed = (
+            ("RecvActivation", "SendActivation", "forward")
+            if what == "activation"
+            else ("RecvGrad", "SendGrad", "backward")
+        )
+        return (
+            f"stage {me} waits in {verb} for micro-batch {i}, which stage {source} does not send; every "
+            f"{remedy} in the stream must send what the {passed} before it made"
+        )
 
 
 class _Stopped(Exception):
@@ -81,15 +104,15 @@ def rehearse(code: Any, num_stages: int = 3, num_micro_batches: int = 5) -> None
     errors: list[BaseException] = []
 
     def work(stage_id: int) -> None:
+        failed = True
         try:
             found[stage_id] = StageWork(problem, stage_id, num_stages, link).run(code.run_stage, code.stream)
+            failed = False
         except _Stopped:
             pass
         except BaseException as error:
             errors.append(error)
-            link.stop.set()
-        finally:
-            link.ended.add(stage_id)
+        link.end(stage_id, failed=failed)
 
     threads = [threading.Thread(target=work, args=(s,), daemon=True) for s in range(num_stages)]
     for thread in threads:
@@ -121,18 +144,14 @@ def compare(problem: Problem, found: dict[int, Gradients], num_stages: int) -> N
 _PATTERNS = {
     "missing": "a gradient is missing from what run_stage() returns; return every name that backward() gave",
     "times m": "the gradients are {m} times too large, the number of micro-batches: {m} mean losses add up "
-    "to {m} "
-    "times the mean loss of the batch, so divide the loss by m, once, on the last stage",
+    "to {m} times the mean loss of the batch, so divide the loss by m, once, on the last stage",
     "over m": "the gradients are {m} times too small on a stage before the last: the loss is divided by m "
-    "once, on "
-    "the last stage alone; what arrives from there is divided already",
+    "once, on the last stage alone; what arrives from there is divided already",
     "last only": "only the last micro-batch has left a gradient: add each backward's gradients to those "
-    "before, "
-    "do not overwrite them",
+    "before, do not overwrite them",
     "first only": "only the first micro-batch has left a gradient: add every backward's gradients",
     "wrong": "the gradients differ from one process's, by no simple factor; print those of one micro-batch "
-    "on both "
-    "sides and compare",
+    "on both sides and compare",
 }
 
 
@@ -162,6 +181,9 @@ class ProcessLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pending = device, []
+
+    def made(self, what: str, stage_id: int, i: int) -> None:
+        """Nobody asks: the rehearsal has found what would hang."""
 
     def send(self, what: str, i: int, tensor: Tensor, to: int) -> None:
         self.pending.append((comm.isend(tensor, to), tensor))

@@ -33,17 +33,13 @@ StreamFunction = Callable[[int, int, int], Stream]  # (m, S, s)
 _ORDER = "forward slot: SendGrad, RecvActivation, load, pass; backward slot: RecvGrad, SendActivation, pass"
 _WHY_MISSING = {
     SendGrad: "stage {other} then waits in RecvGrad for ever; send a gradient to stage s-1 in the tick after "
-    "the "
-    "backward that made it",
+    "the backward that made it",
     RecvGrad: "a stage that is not the last starts its backward from the gradient that stage s+1 sends; "
-    "receive "
-    "it in the tick of the backward",
+    "receive it in the tick of the backward",
     SendActivation: "stage {other} then waits in RecvActivation for ever; send an output to stage s+1 in the "
-    "tick "
-    "after the forward that made it",
+    "tick after the forward that made it",
     RecvActivation: "a stage that is not the first computes on what stage s-1 sends; receive it in the tick "
-    "of the "
-    "forward",
+    "of the forward",
     LoadMicroBatch: "the first stage loads the inputs and the last one the labels, before the forward",
     ForwardPass: "each of the m micro-batches goes forward once",
     BackwardPass: "each of the m micro-batches goes backward once",
@@ -118,9 +114,8 @@ def _diagnosis(mine: list[Stream], real: list[Stream], S: int, m: int, stream: S
     for s in range(S):
         if len(mine[s]) != len(real[s]):
             return (
-                f"stage {s} has {len(mine[s])} ticks; the last backward, of micro-batch m-1 on stage 0, ends "
-                f"at "
-                f"tick 2(m+S-1), and all stages have as many: {len(real[s])}"
+                f"stage {s} has {len(mine[s])} ticks; the last backward, of micro-batch m-1 on stage 0, "
+                f"ends at tick 2(m+S-1), and all stages have as many: {len(real[s])}"
             )
     for s in range(S):
         if text := _about_transfers(mine[s], real[s], s):
@@ -141,8 +136,7 @@ def _about_forwards(ticks: dict[int, int], s: int, m: int) -> str | None:
     if ticks == {i: s + i for i in range(m)}:
         return (
             f"stage {s} runs a forward on every tick; a stage takes every second tick, so that a backward "
-            f"fits "
-            f"between two forwards: that is what 1F1B means"
+            "fits between two forwards: that is what 1F1B means"
         )
     if ticks == {i: 2 * i for i in range(m)}:
         return (
@@ -151,8 +145,7 @@ def _about_forwards(ticks: dict[int, int], s: int, m: int) -> str | None:
         )
     return (
         f"stage {s} runs its forwards at ticks {_list(ticks)}, and not at {_list(want)}; stage s starts s "
-        f"ticks "
-        f"late and takes every second tick: s + 2i"
+        "ticks late and takes every second tick: s + 2i"
     )
 
 
@@ -160,23 +153,22 @@ def _about_backwards(ticks: dict[int, int], S: int, s: int, m: int) -> str | Non
     want = {i: 2 * S - 1 - s + 2 * i for i in range(m)}
     if ticks == want:
         return None
-    if len(ticks) < m:
-        return f"stage {s} runs only {len(ticks)} of {m} backwards; {_WHY_MISSING[BackwardPass]}"
-    late = {ticks[i] - want[i] for i in range(m)}
+    late = {tick - want[i] for i, tick in ticks.items()}  # of those that fit into the stream
     if len(late) == 1 and (d := late.pop()) % 2:
         return (
             f"on stage {s} the backward tick is {abs(d)} too {'late' if d > 0 else 'early'}, the tick of a "
-            f"forward; "
-            f"the last stage turns round at once, so its backward comes in the tick after its forward, and "
-            f"each "
-            f"stage before hears of it one tick later"
+            "forward; the last stage turns round at once, so its backward comes in the tick after its "
+            "forward, and each stage before hears of it one tick later"
         )
-    if len(set(ticks[i] - want[i] for i in range(m))) == 1:
+    if len({tick - want[i] for i, tick in ticks.items()}) == 1 and ticks != {i: want[i] for i in ticks}:
         in_flight = (ticks[0] - s + 1) // 2
         return (
             f"the warm-up of stage {s} is {in_flight} forwards deep before its first backward, and should be "
-            f"S-s = {S - s}: a gradient comes back to stage s after S-s forwards, not sooner and not later"
+            f"S-s = {S - s}: the first gradient is back at stage s after S-s forwards, not sooner and not "
+            f"later"
         )
+    if len(ticks) < m:
+        return f"stage {s} runs only {len(ticks)} of {m} backwards; {_WHY_MISSING[BackwardPass]}"
     return (
         f"stage {s} runs its backwards at ticks {_list(ticks)}, and not at {_list(want)}: the formula is "
         f"2S - 1 - s + 2i"
@@ -198,8 +190,7 @@ def _about_transfers(mine: Stream, real: Stream, s: int) -> str | None:
             i = next(i for i in {**want, **have} if have.get(i) != want.get(i))
             return (
                 f"stage {s}: {kind.__name__} of micro-batch {i} stands at tick {have.get(i, 'none')}, and "
-                f"not at "
-                f"{want.get(i, 'none')}: {why.format(other=other)}"
+                f"not at {want.get(i, 'none')}: {why.format(other=other)}"
             )
     return None
 

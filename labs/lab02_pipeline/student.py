@@ -53,9 +53,8 @@ def stream(num_micro_batches: int, num_stages: int, stage_id: int) -> list[list[
     [[], [(RecvActivation, 0), (LoadMicroBatch, 0), (ForwardPass, 0)], [(BackwardPass, 0)], [(SendGrad, 0)]]
     """
     raise NotImplementedError(
-        "Lab 2, step 5a: write stream() in student.py, about 12 lines: note for each tick which micro-batch "
-        "goes "
-        "forward and which backward, by the two formulas; then go through the ticks"
+        "Lab 2, step 5a: write stream() in student.py, about 12 lines: note for each tick which "
+        "micro-batch goes forward and which backward, by the two formulas; then go through the ticks"
     )
 
 
@@ -81,9 +80,8 @@ def run_stage(
     `LoadMicroBatch` needs no work here. The result must be the gradient of the mean loss over all m.
     """
     raise NotImplementedError(
-        "Lab 2, step 5b: write run_stage() in student.py, about 16 lines: one loop over the commands; keep "
-        "what is "
-        "in flight in dictionaries by micro-batch"
+        "Lab 2, step 5b: write run_stage() in student.py, about 16 lines: one loop over the commands; "
+        "keep what is in flight in dictionaries by micro-batch"
     )
 
 

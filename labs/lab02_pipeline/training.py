@@ -45,7 +45,7 @@ class Plan:
     measured_steps: int
 
 
-FULL = Plan(1000, toy.Shape(), text_bytes=4_000_000, validation_batches=64, measured_steps=5)
+FULL = Plan(800, toy.Shape(), text_bytes=4_000_000, validation_batches=256, measured_steps=5)
 QUICK = Plan(
     3,
     toy.Shape(width=24, num_heads=2, num_blocks=2, context=16),
@@ -75,6 +75,7 @@ def make_engine(
         seed_layers=True,
         base_seed=SEED,
     )
+    model.seed_layers = False  # that was for the weights; seeding each forward too would be for dropout
     config = {
         "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": NUM_MICRO_BATCHES,
@@ -127,11 +128,15 @@ class Training:
         self.lab, self.plan = lab, plan
         self.size = GLOBAL_SEQUENCES * NUM_STAGES // (NUM_MICRO_BATCHES * comm.get_world_size())
         recipe = {
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True},
+            },
             "scheduler": {
                 "type": "WarmupCosineLR",
                 "params": {
                     "warmup_num_steps": max(1, plan.steps // 10),
+                    "warmup_type": "linear",  # the default, log, is at half the rate after ten steps
                     "total_num_steps": plan.steps,
                     "cos_min_ratio": 0.05,
                 },

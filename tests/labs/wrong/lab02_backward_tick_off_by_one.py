@@ -1,0 +1,10 @@
+"""Lab 2, a plausible mistake. The last stage lets a tick pass between a forward and its backward."""
+
+from pathlib import Path
+
+RIGHT = "2 * num_stages - 1 - stage_id + 2 * i: i"
+WRONG = "2 * num_stages - stage_id + 2 * i: i"
+
+_text = (Path(__file__).resolve().parents[3] / "labs/lab02_pipeline/solution.py").read_text(encoding="utf-8")
+assert RIGHT in _text, "the solution has changed; adapt RIGHT"
+exec(compile(_text.replace(RIGHT, WRONG), __file__, "exec"))

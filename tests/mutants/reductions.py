@@ -1,0 +1,139 @@
+"""§9.1 §9.9.2 Faults of the reductions: ties, replicas, the norm, shards, missing gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from ds_lite import comm
+from ds_lite.engine import Engine
+from ds_lite.gradients import Bucket, Gradients
+from ds_lite.pipe.engine import PipelineEngine
+from ds_lite.pipe.instructions import ReduceGrads, ReduceTiedGrads
+from ds_lite.zero import ShardedBucket
+from mutants import Mutant, Patch, around, killed_by
+from mutants.pipeline import DP2, PP2
+
+MUTANTS: list[Mutant] = []
+
+MISSING = "tests/test_s09_1_missing_gradients.py::test_a_missing_gradient_counts_as_zero_unless_all_miss_it"
+
+
+# -------------------------------------------------------------------------------------------------- ties
+
+TIE = "tied_modules.word.weight"
+
+
+@killed_by(MUTANTS, PP2, f"{TIE} on rank 1 differs", section="9.9.2", tied=True)
+def tie_not_summed() -> Patch:
+    """Each stage keeps its own gradient of a tied weight, and the copies drift apart."""
+    return mock.patch.object(Gradients, "sum_tied", lambda self: None)
+
+
+@killed_by(MUTANTS, PP2, f"gradient of {TIE}: differs", section="9.9.2", tied=True)
+def tie_averaged() -> Patch:
+    """The gradients of a tied weight are averaged over its stages, as if these were replicas."""
+
+    def init(right: Any, self: Gradients, *args: Any) -> None:
+        right(self, *args)
+        for bucket in self._tie_buckets:
+            bucket.divisor = comm.get_world_size(bucket.group)
+
+    return around(Gradients, "__init__", init)
+
+
+@killed_by(MUTANTS, PP2, "norm of step 0: differs", section="9.9.2", tied=True)
+def tie_counted_on_each_stage() -> Patch:
+    """Every copy of a tied weight enters the norm."""
+    return mock.patch.object(Gradients, "_is_owner", lambda self, parameter: True)
+
+
+@killed_by(MUTANTS, PP2, f"{TIE} on rank 1 differs", section="9.1", tied=True, zero=1)
+def tie_summed_after_the_scatter() -> Patch:
+    """ReduceGrads comes first: ZeRO has cut and dropped the gradients when the tie is to be summed."""
+
+    def reduce(engine: PipelineEngine) -> None:
+        engine.gradients.reduce()
+        engine.gradients.sum_tied()
+
+    wrong = {ReduceTiedGrads: lambda engine: None, ReduceGrads: reduce}
+    return mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, wrong)
+
+
+# ------------------------------------------------------------------------------------- replicas and norm
+
+
+@killed_by(MUTANTS, DP2, "gradient of 0.weight: differs", section="9.1")
+def replicas_summed() -> Patch:
+    """The gradients of the replicas are summed and not divided by their number."""
+
+    def init(right: Any, self: Bucket, parameters: Any, group: Any, divisor: int) -> None:
+        right(self, parameters, group, 1)
+
+    return around(Bucket, "__init__", init)
+
+
+@killed_by(MUTANTS, DP2, "norm of step 0: differs", section="9.1", zero=0)
+def replica_counted_in_the_norm() -> Patch:
+    """Every replica adds its copy of the gradients to the norm."""
+
+    def owned(right: Any, bucket: Bucket, is_owner: Any) -> Any:
+        with mock.patch.object(comm, "get_rank", lambda group: 0):
+            return right(bucket, lambda parameter: True)
+
+    return around(Bucket, "owned", owned)
+
+
+@killed_by(MUTANTS, PP2, "norm of step 0: differs", section="9.1")
+def norm_of_one_stage() -> Patch:
+    """The norm covers the parameters of this rank only, so stages clip by different factors."""
+
+    def norm(right: Any, gradients: Gradients) -> Any:
+        with mock.patch.object(comm, "all_reduce", lambda *args, **kwargs: None):
+            return right(gradients)
+
+    return around(Gradients, "norm", norm)
+
+
+@killed_by(MUTANTS, PP2, "norm of step 0: differs", section="9.1", clip=0.05)
+def norm_after_clipping() -> Patch:
+    """The reported norm is that of the clipped gradients, never above the limit."""
+
+    def step(right: Any, engine: Engine, *args: Any) -> None:
+        right(engine, *args)
+        engine._norm = min(float(engine._norm or 0.0), engine.config.gradient_clipping)
+
+    return around(Engine, "_take_optimizer_step", step)
+
+
+@killed_by(
+    MUTANTS, PP2, "after 2 steps: differs|of step 1: differs", section="9.1", clip=0.05, optimizer="SGD"
+)
+def clipping_forgotten() -> Patch:
+    """gradient_clipping is read and nothing is clipped."""
+    return mock.patch.object(Gradients, "clip", lambda self, max_norm, norm: None)
+
+
+@killed_by(MUTANTS, DP2, "step 1: differs", section="9.1", zero=1)
+def shard_not_gathered() -> Patch:
+    """After a ZeRO step each rank has new values in its own shard only."""
+    return mock.patch.object(ShardedBucket, "gather", lambda self: None)
+
+
+@killed_by(MUTANTS, f"{MISSING}[pp1-dp2]", "differs from a lower rank's", section="9.1")
+def missing_gradient_stays_missing() -> Patch:
+    """A replica that did not use a parameter has no gradient for it after the reduction, the others have."""
+
+    def reduce(right: Any, bucket: Bucket) -> None:
+        missing = [parameter for parameter in bucket.parameters if parameter.grad is None]
+        right(bucket)
+        for parameter in missing:
+            parameter.grad = None
+
+    return around(Bucket, "reduce", reduce)
+
+
+@killed_by(MUTANTS, f"{MISSING}[pp1-dp2]", "gradient of 0.never", section="9.1")
+def nothing_is_ever_missing() -> Patch:
+    """A parameter that no rank used gets a gradient of zeros, and the optimizer decays it."""
+    return around(Bucket, "presence", lambda right, bucket: right(bucket).fill_(1.0))
