@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,10 +72,15 @@ def make_loader(
     return DataLoader(dataset, batch_size=batch_size, drop_last=True, **options)
 
 
-def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str) -> list[tuple[Any, Any]]:
-    """The next `count` batches, each checked to be (inputs, labels); `where` names the rank in errors.
+def take_micro_batches(
+    iterator: Iterator[Any] | None, count: int, *, where: str, batch_fn: Callable[[Any], Any] | None = None
+) -> list[tuple[Any, Any]]:
+    """The next `count` batches, through `batch_fn`, each checked to be (inputs, labels).
 
-    Raises: ValueError if there is no iterator or it ends early; TypeError for anything but a pair.
+    `where` names the rank in errors.
+
+    Raises: ValueError if there is no iterator, if it ends early or refills a tensor it gave; TypeError for
+    anything but a pair.
     """
     if iterator is None:
         raise ValueError(
@@ -88,6 +93,7 @@ def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str
             f"iterator, iter(loader), or call set_dataloader(loader) once (§9.2)"
         )
     batches: list[tuple[Any, Any]] = []
+    versions: list[list[int]] = []
     for index in range(count):
         try:
             batch = next(iterator)
@@ -96,6 +102,8 @@ def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str
                 f"the data iterator ended after {index} of {count} micro-batches on {where}; give one that "
                 f"lasts, e.g. ds_lite.utils.RepeatingLoader (§9.2)"
             ) from None
+        if batch_fn is not None:
+            batch = batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise TypeError(
@@ -103,7 +111,21 @@ def take_micro_batches(iterator: Iterator[Any] | None, count: int, *, where: str
                 f"(inputs, labels), each a tensor or a tuple of tensors (§9.2)"
             )
         batches.append((batch[0], batch[1]))
+        versions.append(_versions(batch))
+    if versions != [_versions(batch) for batch in batches]:
+        raise ValueError(
+            f"the data iterator on {where} changed a micro-batch that it had already given; the {count} "
+            f"micro-batches of a step are taken together, so each needs tensors of its own (§9.2)"
+        )
     return batches
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor in nested containers was changed in place so far."""
+    if isinstance(value, Tensor):
+        return [value._version]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [version for item in items for version in _versions(item)]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -111,7 +133,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple):
-        return tuple(to_device(item, device) for item in value)
+        parts = [to_device(item, device) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
         return [to_device(item, device) for item in value]
     if isinstance(value, dict):

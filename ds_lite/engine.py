@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lite import comm, trace
+from ds_lite.agreement import raise_together
 from ds_lite.config import Batch, resolve_batch
 from ds_lite.config_keys import DSConfig
 from ds_lite.data import make_loader
@@ -54,12 +55,13 @@ class Engine:
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._accumulated = 0  # micro-batches since the last optimizer step
         self._norm: float | None = None
         self._last_loss: Tensor | None = None
         self._syncs = True
         self._make_replicas_equal()
         self._sharded: list[ShardedBucket] = []
-        self.gradients = Gradients(module.named_parameters(), self._make_buckets(), ties)
+        self.gradients = Gradients(module.named_parameters(), self._make_buckets_together(), ties)
         self.trace = trace.current()
         self.trace.place(grid.get_stage_id(), grid.place)
 
@@ -68,6 +70,17 @@ class Engine:
         source, group = self.grid.ranks("data", "seq")[0], self.grid.group("data", "seq")
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             comm.broadcast(tensor.detach(), src=source, group=group)
+
+    def _make_buckets_together(self) -> list[Bucket]:
+        """An optimizer that cannot be sharded on one rank, where it has state already, is refused on all."""
+        buckets: list[Bucket] = []
+        error: ValueError | None = None
+        try:
+            buckets = self._make_buckets()
+        except ValueError as refusal:
+            error = refusal
+        raise_together(error)
+        return buckets
 
     def _make_buckets(self) -> list[Bucket]:
         """Sharded buckets for what the optimizer holds under ZeRO, replicated ones for the rest."""
@@ -109,6 +122,9 @@ class Engine:
         if self.is_gradient_accumulation_boundary():
             self._take_optimizer_step(lr_kwargs)
             self._report(self._last_loss)
+            self._accumulated = 0
+        else:
+            self._accumulated += 1
         self.micro_steps += 1
 
     def _take_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -191,12 +207,17 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, and nothing else."""
+        if self._accumulated:
+            raise ValueError(
+                f"set_train_batch_size() after {self._accumulated} of {self.gradient_accumulation_steps()} "
+                f"micro-batches, whose losses are divided already; call it right after a step (§9.2)"
+            )
         replicas = self.grid.get_data_parallel_world_size()
         self.batch = resolve_batch(train_batch_size, self.batch.micro_batch_size, None, replicas)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch now under way is the last one before an optimizer step."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._accumulated + 1 == self.gradient_accumulation_steps()
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

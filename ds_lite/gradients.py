@@ -80,7 +80,9 @@ class Bucket:
     def flat_gradients(self) -> list[Tensor]:
         """One 1-D gradient per parameter, zeros for a missing one."""
         return [
-            torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.reshape(-1)
+            torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+            if p.grad is None
+            else (p.grad.to_dense() if p.grad.is_sparse else p.grad).reshape(-1)
             for p in self.parameters
         ]
 

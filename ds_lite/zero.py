@@ -21,6 +21,7 @@ from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.gradients import Bucket, group_by_kind
 
+_STATE_FROM_THE_START = ("Adagrad",)
 # These look at whole matrices or at all parameters at once; on a shard they compute something else.
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
@@ -47,6 +48,7 @@ class ShardedBucket(Bucket):
         self.flat = self._move_into_one_buffer()
         self.pieces = list(self._cut(self.start, self.start + self.shard_size))
         self.gradient: Tensor | None = None
+        self.seen = [0.0] * len(self.sizes)  # replicas that had a gradient, by parameter
 
     def _move_into_one_buffer(self) -> Tensor:
         first = self.parameters[0]
@@ -76,10 +78,14 @@ class ShardedBucket(Bucket):
         full = torch.cat([*self.flat_gradients(), filler])
         for parameter in self.parameters:
             parameter.grad = None
-        self.gradient = torch.empty(self.shard_size, dtype=full.dtype, device=full.device)
-        comm.reduce_scatter_tensor(self.gradient, full, group=self.group)
-        self.gradient.div_(self.divisor)
+        reduced = torch.empty(self.shard_size, dtype=full.dtype, device=full.device)
+        comm.reduce_scatter_tensor(reduced, full, group=self.group)
+        reduced.div_(self.divisor)
         seen = present.tolist()
+        if self.gradient is not None:  # a second backward before the step adds to the first
+            reduced += self.gradient
+            seen = [max(new, old) for new, old in zip(seen, self.seen, strict=True)]
+        self.gradient = reduced
         for piece in self.pieces:
             mine = self.gradient[piece.start - self.start : piece.stop - self.start]
             piece.shard.grad = mine if seen[piece.index] > 0 else None
@@ -127,6 +133,11 @@ def shard_optimizer(
     Raises: ValueError for an optimizer that is not elementwise or that already has state.
     """
     name = type(optimizer).__name__
+    if name in _STATE_FROM_THE_START:
+        raise ValueError(
+            f"optimizer {name} makes its state when it is built, before ZeRO can shard it; use "
+            f"zero_optimization.stage 0 with it, or an optimizer such as AdamW (§9.1)"
+        )
     if name in _NOT_ELEMENTWISE:
         raise ValueError(
             f"optimizer {name} does not act on each element alone, so it cannot work on ZeRO shards; "

@@ -177,7 +177,9 @@ def check_all(rank: int, impl: Any, cases: list[Case]) -> None:
 
 LAYOUTS = [
     Case(num_stages, num_micro_batches, num_replicas)
-    for num_stages, num_micro_batches, num_replicas in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 9), (1, 2))
+    for num_stages, num_micro_batches, num_replicas in itertools.product(
+        (1, 2, 3, 4), (1, 2, 3, 4, 9), (1, 2)
+    )
 ]
 OPTIONS = {
     "tied": (False, True),
@@ -225,7 +227,11 @@ QUICK = [with_options(layout, COVER[index % len(COVER)]) for index, layout in en
     for pp, dp in itertools.product((1, 2, 3, 4), (1, 2))
     for options, m in zip(COVER, itertools.cycle((2, 3, 1)))
 ]
-FULL = [with_options(layout, dict(zip(OPTIONS, row))) for layout in LAYOUTS for row in itertools.product(*OPTIONS.values())]
+FULL = [
+    with_options(layout, dict(zip(OPTIONS, row)))
+    for layout in LAYOUTS
+    for row in itertools.product(*OPTIONS.values())
+]
 
 
 def test_the_cover_meets_every_pair_of_options() -> None:

@@ -122,6 +122,19 @@ def check_layers(layers: Sequence[Layer], pipeline_class: type[nn.Module]) -> li
     return specs
 
 
+def check_shared(specs: Sequence[Layer], stage_of: Callable[[int], int]) -> None:
+    """ValueError for modules that share a parameter across stages: each stage would train its own copy."""
+    first_use: dict[int, int] = {}
+    for index, layer in enumerate(specs):
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            other = first_use.setdefault(id(parameter), index)
+            if stage_of(other) != stage_of(index):
+                raise ValueError(
+                    f"layers {other} and {index} share a parameter but are on stages {stage_of(other)} and "
+                    f"{stage_of(index)}; use one TiedLayerSpec key for both (§9.9.2)"
+                )
+
+
 def check_ties(specs: Sequence[Layer]) -> dict[str, list[int]]:
     """Where each tied key is used, in order of the layers.
 

@@ -8,6 +8,7 @@ What instructions do with tensors stands in `stage.py`, what the reductions do i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -32,15 +33,24 @@ from ds_lite.pipe.instructions import (
     SendActivation,
     SendGrad,
 )
-from ds_lite.pipe.losses import Losses, mean_over_micro_batches, mean_over_replicas, unwrapped
+from ds_lite.pipe.losses import arranged, reduced
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import StageLink
 from ds_lite.pipe.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
-from ds_lite.pipe.stage import Stage
+from ds_lite.pipe.stage import Buffer, Stage
 
 
 class PipelineError(RuntimeError):
     """A call that a pipeline engine does not offer."""
+
+
+def _on_buffer(work: Callable[[Stage, Buffer], None]) -> Callable[..., None]:
+    """The engine's method for an instruction on one buffer: the stage does it."""
+
+    def execute(engine: PipelineEngine, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        work(engine.stage, engine.stage.buffers[buffer_id])
+
+    return execute
 
 
 class PipelineEngine(Engine):
@@ -67,6 +77,7 @@ class PipelineEngine(Engine):
         self.stage = Stage(module, previous, following, self.device)
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
+        self._has_agreed = False
 
     def _link(self, stage_id: int) -> StageLink:
         return StageLink(self.grid.stage_to_global(stage_id), self.grid.group("pipe"), self.device)
@@ -93,7 +104,7 @@ class PipelineEngine(Engine):
         return loss
 
     def compute_gradients(self, data_iter: Iterator[Any] | None = None) -> Any:
-        """`train_batch` up to the reduced gradients: no optimizer step, nothing cleared; returns the loss."""
+        """`train_batch` up to the reduced gradients: no optimizer step, gradients stay; returns the loss."""
         return self._run_training(data_iter, without=(OptimizerStep,))
 
     def _run_training(
@@ -106,13 +117,27 @@ class PipelineEngine(Engine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._load(self.data_iterator, self.micro_batches, training=True)
-        self.module.train()
+        self.gradients.clear()
+        if not self.module.training:  # a layer that the caller set to eval alone stays there
+            self.module.train()
         schedule = self._train_schedule()
         self.stage.start(schedule.num_pipe_buffers(), self.micro_batches)
-        with self.stage.telling_neighbours():
+        self._has_agreed = False
+        with self._failing_together(), self.stage.telling_neighbours():
             self._exec_schedule(schedule, without)
             self.stage.finish()
-            return self._share(self._mean_losses())
+            return self._result("avg")
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A rank that fails before the first reduction brings its error to where the others wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_agreed:
+                self._has_agreed = True
+                raise_together(error)
+            raise
 
     def eval_batch(
         self,
@@ -136,7 +161,7 @@ class PipelineEngine(Engine):
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         schedule = self._inference_schedule(count)
         self._load(data_iter, count, training=False)
-        was_training, offset = self.module.training, self.module.micro_offset
+        modes, offset = [(layer, layer.training) for layer in self.module.modules()], self.module.micro_offset
         self.module.eval()
         self.stage.start(schedule.num_pipe_buffers(), count, compute_loss=compute_loss)
         try:
@@ -144,30 +169,20 @@ class PipelineEngine(Engine):
                 self._exec_schedule(schedule)
                 outputs = self.stage.last_outputs
                 self.stage.finish()
-                loss = self._evaluated_loss(reduce_output, bcast_loss) if compute_loss else None
+                loss = self._result(reduce_output, is_shared=bcast_loss) if compute_loss else None
         finally:
-            self.module.train(was_training)
+            for layer, was_training in modes:
+                layer.training = was_training
             self.module.micro_offset = offset
         return (loss, outputs) if return_logits else loss
 
-    def _evaluated_loss(self, reduce_output: str | None, bcast_loss: bool) -> Any:
-        if reduce_output == "avg":
-            mine = self._mean_losses()
-            return self._share(mine) if bcast_loss else unwrapped(mine)
-        group = self.grid.group("data")
-        each = tuple(loss for losses in self.stage.losses for loss in mean_over_replicas(losses, group))
-        return list(self.stage.share_result(each) if bcast_loss else each) or None
-
-    def _mean_losses(self) -> Losses:
-        """Over micro-batches and replicas, on the last stage; nothing elsewhere."""
-        if not self.is_last_stage():
-            return ()
-        return mean_over_replicas(mean_over_micro_batches(self.stage.losses), self.grid.group("data"))
-
-    def _share(self, losses: Losses) -> Any:
-        """The last stage's losses on every stage."""
-        with self.trace.span("ShareLoss"):
-            return unwrapped(self.stage.share_result(losses))
+    def _result(self, how: str | None, *, is_shared: bool = True) -> Any:
+        """The reduced losses of this run, on every stage if they are shared."""
+        losses = reduced(self.stage.losses, self.grid.group("data"), how)
+        if is_shared:
+            with self.trace.span("ShareLoss"):
+                losses = self.stage.share_result(losses)
+        return arranged(losses, how, self.stage.num_micro_batches)
 
     def _load(self, iterator: Iterator[Any] | None, count: int, *, training: bool) -> None:
         """Take this batch's micro-batches where they are needed, and agree that every rank has them.
@@ -178,12 +193,15 @@ class PipelineEngine(Engine):
         self.stage.loaded.clear()
         with self.trace.span("LoadData"):
             try:
+                if self.stage.failure is not None:
+                    raise RuntimeError(
+                        f"an earlier batch failed midway ({self.stage.failure}) and messages of it may still "
+                        f"be under way; make a new engine, e.g. from the last checkpoint (§9.10)"
+                    )
                 if self.is_first_stage() or self.is_last_stage():
                     where = f"stage {self.stage_id} (global_rank {self.global_rank})"
-                    source = (
-                        map(self.batch_fn, iterator) if self.batch_fn and iterator is not None else iterator
-                    )
-                    self.stage.loaded.extend(take_micro_batches(source, count, where=where))
+                    batches = take_micro_batches(iterator, count, where=where, batch_fn=self.batch_fn)
+                    self.stage.loaded.extend(batches)
             except Exception as failure:  # from the user's loader: anything; raised again on every rank
                 error = failure
             raise_together(error, micro_batches=count, training=int(training))
@@ -231,32 +249,24 @@ class PipelineEngine(Engine):
         link = links.get(kind)
         return -1 if link is None else link.peer
 
-    def _exec_load_micro_batch(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.load(self.stage.buffers[buffer_id])
-
-    def _exec_forward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.forward(self.stage.buffers[buffer_id])
-
-    def _exec_backward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.backward(self.stage.buffers[buffer_id])
-
-    def _exec_send_activations(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.send_activation(self.stage.buffers[buffer_id])
-
-    def _exec_recv_activations(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.recv_activation(self.stage.buffers[buffer_id])
-
-    def _exec_send_grads(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.send_gradient(self.stage.buffers[buffer_id])
-
-    def _exec_recv_grads(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.recv_gradient(self.stage.buffers[buffer_id])
-
     def _exec_reduce_tied_grads(self) -> None:
+        self._agree_to_reduce()
         self.gradients.sum_tied()
 
     def _exec_reduce_grads(self) -> None:
+        self._agree_to_reduce()
         self.gradients.reduce()
+
+    def _agree_to_reduce(self) -> None:
+        """Once a batch, before the first reduction: all ranks came this far, or all of them raise.
+
+        A failure on one replica, or in a stage's last backward, finds its peers on the way to a collective.
+        """
+        if not self._has_agreed:
+            self._has_agreed = True
+            self.stage.neighbours_listen = False  # they are in this agreement, not waiting for a message
+            raise_together(None)
+            self.stage.neighbours_listen = True
 
     def _exec_optimizer_step(self) -> None:
         self._take_optimizer_step()
@@ -265,13 +275,13 @@ class PipelineEngine(Engine):
         OptimizerStep: _exec_optimizer_step,
         ReduceGrads: _exec_reduce_grads,
         ReduceTiedGrads: _exec_reduce_tied_grads,
-        LoadMicroBatch: _exec_load_micro_batch,
-        ForwardPass: _exec_forward_pass,
-        BackwardPass: _exec_backward_pass,
-        SendActivation: _exec_send_activations,
-        RecvActivation: _exec_recv_activations,
-        SendGrad: _exec_send_grads,
-        RecvGrad: _exec_recv_grads,
+        LoadMicroBatch: _on_buffer(Stage.load),
+        ForwardPass: _on_buffer(Stage.forward),
+        BackwardPass: _on_buffer(Stage.backward),
+        SendActivation: _on_buffer(Stage.send_activation),
+        RecvActivation: _on_buffer(Stage.recv_activation),
+        SendGrad: _on_buffer(Stage.send_gradient),
+        RecvGrad: _on_buffer(Stage.recv_gradient),
     }
 
     # ------------------------------------------------------------------------------- data and answers

@@ -1,4 +1,4 @@
-"""The mean of the losses, each micro-batch and each replica weighing the same (§9.2)."""
+"""The means of the losses, each micro-batch and each replica weighing the same (§9.2)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,31 @@ def split_losses(loss: Any) -> Losses:
     return tuple(value.reshape(()) for value in losses)
 
 
-def mean_over_micro_batches(per_micro_batch: list[Losses]) -> Losses:
-    """One mean per kind of loss, in the dtype of the losses; summed in float64."""
-    kinds = zip(*per_micro_batch, strict=True)
-    return tuple(torch.stack(kind).double().mean().to(kind[0].dtype) for kind in kinds)
+def reduced(per_micro_batch: list[Losses], group: ProcessGroup, how: str | None) -> Losses:
+    """Means over the replicas, and with how="avg" over the micro-batches too; else one after another.
 
+    Sums are in float64, results in the losses' dtype. Without losses (not the last stage) nothing happens.
 
-def mean_over_replicas(losses: Losses, group: ProcessGroup) -> Losses:
-    """The mean of each loss over the data axis.
-
-    Communication: one all-reduce of one float64 per loss, if there is more than one replica.
+    Communication: one all-reduce of one float64 per result, if there is more than one replica.
     """
-    replicas = comm.get_world_size(group)
-    if not losses or replicas == 1:
-        return losses
-    sums = torch.stack([loss.double() for loss in losses])
+    if not per_micro_batch:
+        return ()
+    if how == "avg":
+        mine = [torch.stack(kind).double().mean() for kind in zip(*per_micro_batch, strict=True)]
+        dtypes = [loss.dtype for loss in per_micro_batch[0]]
+    else:
+        mine = [loss.double() for losses in per_micro_batch for loss in losses]
+        dtypes = [loss.dtype for losses in per_micro_batch for loss in losses]
+    sums = torch.stack(mine)
     comm.all_reduce(sums, group=group)
-    return tuple(value.to(loss.dtype) for value, loss in zip(sums / replicas, losses, strict=True))
+    means = sums / comm.get_world_size(group)
+    return tuple(mean.to(dtype) for mean, dtype in zip(means, dtypes, strict=True))
 
 
-def unwrapped(losses: Losses) -> Any:
-    """One loss as a tensor, several as a tuple; None where there is none."""
-    return losses[0] if len(losses) == 1 else (losses or None)
+def arranged(losses: Losses, how: str | None, num_micro_batches: int) -> Any:
+    """What the caller gets: a tensor, or a tuple of several kinds; for None a list, one a micro-batch."""
+    if how == "avg":
+        return losses[0] if len(losses) == 1 else (losses or None)
+    kinds = len(losses) // num_micro_batches
+    each = [losses[start : start + kinds] for start in range(0, len(losses), kinds or 1)]
+    return [one[0] if kinds == 1 else one for one in each] or None

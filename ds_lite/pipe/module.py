@@ -21,6 +21,7 @@ from ds_lite.pipe.building import (
     LayerSpec,
     TiedLayerSpec,
     check_layers,
+    check_shared,
     check_ties,
     layer_name,
     parameter_count,
@@ -88,6 +89,7 @@ class PipelineModule(nn.Module):
         coord = self._topology.get_coord(self.global_rank)
         self.stage_id: int = getattr(coord, "pipe", 0)
         self.parts = self._partition(partition_method)
+        check_shared(self._specs, self.stage_owner)
         self._tied_specs = check_ties(self._specs)
         self._grid: PipelineParallelGrid | None = None
         self._ties: list[Tie] = []

@@ -117,7 +117,7 @@ class StageLink:
         self._send_numbers(numbers, pending)
         for tensor in message.tensors:
             if tensor.numel():
-                raw = _as_bytes(tensor.detach().contiguous())
+                raw = _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
                 pending.works.append(comm.isend(raw, self.peer, self.group))
                 pending.tensors.append(raw)
         return pending
@@ -227,7 +227,7 @@ def send(
     Source: §9.11; DeepSpeed `runtime/pipe/p2p.py::send` @ 0.19.8.
     """
     peer, group = _neighbour(dest_stage, grid, async_op)
-    comm.isend(_as_bytes(tensor.detach().contiguous()), peer, group).wait()
+    comm.isend(_as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()), peer, group).wait()
 
 
 def recv(

@@ -62,12 +62,14 @@ class Stage:
         self.last_outputs: Any = None  # last stage: of the newest micro-batch
         self.buffers: list[Buffer] = []
         self._gradient_sends: deque[Pending] = deque()
+        self.failure: str | None = None  # why the messages between the stages can no longer be trusted
 
     def start(self, num_buffers: int, num_micro_batches: int, *, compute_loss: bool = True) -> None:
         """Make the buffers of one run of a schedule."""
         self.buffers = [Buffer() for _ in range(num_buffers)]
         self.num_micro_batches, self.compute_loss = num_micro_batches, compute_loss
         self.losses, self.last_outputs, self._received = [], None, 0
+        self.neighbours_listen = True
 
     def finish(self) -> None:
         """Wait for every send; then no handle is open and no buffer holds anything."""
@@ -79,6 +81,7 @@ class Stage:
                 buffer.inputs = buffer.labels = buffer.outputs = buffer.loss = None
         while self._gradient_sends:
             self._gradient_sends.popleft().wait()
+        self.last_outputs = None
         left = [index for index, buffer in enumerate(self.buffers) if not buffer.is_empty()]
         assert not left, f"after the schedule the buffers {left} are not empty: {self.buffers}"
         assert not self.loaded, f"after the schedule {len(self.loaded)} micro-batches were never loaded"
@@ -131,7 +134,8 @@ class Stage:
         if self.next is None:
             assert buffer.loss is not None, "BackwardPass before ForwardPass"
             # The only division by m: m mean losses add up to m times the mean loss of the whole batch.
-            (buffer.loss / self.num_micro_batches).backward()
+            if buffer.loss.requires_grad:  # a micro-batch without valid labels may give a plain zero
+                (buffer.loss / self.num_micro_batches).backward()
             buffer.loss = None
             return
         assert buffer.outputs is not None and buffer.arriving is not None and buffer.sending is not None
@@ -202,9 +206,11 @@ class Stage:
         try:
             yield
         except NeighbourError as news:
+            self.failure = str(news)
             self._tell(news.error, heard_from=news.peer)
             raise news.error from None
         except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
             told = error
             if not isinstance(error, (ValueError, TypeError)):
                 told = RemoteError(
@@ -215,6 +221,8 @@ class Stage:
 
     def _tell(self, error: Exception, heard_from: int | None) -> None:
         links = [link for link in (self.previous, self.next) if link is not None and link.peer != heard_from]
+        if not self.neighbours_listen:
+            return
         told = []
         for link in links:
             with suppress(RuntimeError):  # that neighbour is gone; the other one still wants to know
@@ -225,9 +233,7 @@ class Stage:
             for work in pending.works:
                 try:
                     work.wait(_PATIENCE)
-                except (
-                    RuntimeError
-                ):  # that neighbour is gone or no longer listens; the error is raised anyway
+                except RuntimeError:  # it is gone or no longer listens; the error is raised here anyway
                     break
 
     def _let_previous_finish(self) -> None:
@@ -256,6 +262,9 @@ def _as_message(outputs: Any, layer: str) -> Message:
                 f"{place} of {layer} is {tensor.dtype}, {tensor.layout}; it cannot travel (§9.10)"
             )
     flags = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        # Without a graph it may be a layer's own buffer, which the next forward changes while this is sent.
+        tensors = tuple(t if flag else t.clone() for t, flag in zip(tensors, flags, strict=True))
     return Message(tensors, flags, is_tuple)
 
 
