@@ -157,9 +157,11 @@ class Gradients:
         missing = [name for name, p in self._parameters.items() if id(p) not in self._bucket_of]
         assert not missing, f"parameters in no bucket: {missing}"
         self._ties = {tie.key: tie for tie in ties}
+        shared = [p for p in self._parameters.values() if self._is_shared(p)]
+        shared.sort(key=lambda p: str(tags_of(p).tied))  # stages may meet the keys in different orders
         self._tie_buckets = [
             Bucket(run, self._ties[str(tags_of(run[0]).tied)].group, divisor=1)
-            for run in group_by_kind(p for p in self._parameters.values() if self._is_shared(p))
+            for run in group_by_kind(shared)
         ]
 
     def _is_shared(self, parameter: nn.Parameter) -> bool:

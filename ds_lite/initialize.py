@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_lite import comm
+from ds_lite.agreement import raise_together
 from ds_lite.config import load_config, refuse_what_is_not_built, resolve_batch
 from ds_lite.config_keys import DSConfig
 from ds_lite.engine import Engine
@@ -67,7 +68,7 @@ def initialize(
     topology = _topology_of(model, checked, mpu)
     grid = PipelineParallelGrid(topology)
     if mpu is not None:
-        _check_mpu(mpu, grid)
+        raise_together(_mpu_fault(mpu, grid))  # a wrong mpu may be right on some ranks
     model.to(comm.device_of_this_rank())
     for module in model.modules():
         if callable(bind := getattr(module, "bind", None)):
@@ -133,16 +134,17 @@ def _topology_of(model: nn.Module, config: DSConfig, mpu: Any) -> ProcessTopolog
     return topology
 
 
-def _check_mpu(mpu: Any, grid: PipelineParallelGrid) -> None:
+def _mpu_fault(mpu: Any, grid: PipelineParallelGrid) -> ValueError | None:
     """An mpu beside a PipelineModule may only say what the module's grid says."""
     for name in ("data_parallel", "pipe_parallel", "pipeline_model_parallel", "tensor_model_parallel"):
         for what in ("rank", "world_size"):
             method = getattr(mpu, f"get_{name}_{what}", None)
             if method is not None and method() != (ours := getattr(grid, f"get_{name}_{what}")()):
-                raise ValueError(
+                return ValueError(
                     f"mpu.get_{name}_{what}() is {method()} but the PipelineModule's grid says {ours}; pass "
                     f"an mpu of the same layout, or none (§9.7)"
                 )
+    return None
 
 
 def _make_optimizer(
@@ -165,7 +167,7 @@ def _make_optimizer(
     kind, options = _optimizer_class(config.optimizer.type, dict(config.optimizer.params))
     try:
         return kind(parameters, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"optimizer.params do not fit {kind.__name__}: {error}; correct the config (§9.2)"
         ) from None

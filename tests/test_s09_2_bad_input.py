@@ -545,6 +545,9 @@ FAILURES = [
     *(Failure(3, stage, "forward", at, 4) for stage in range(3) for at in (1, 4)),
     *(Failure(3, stage, "backward", 1, 4) for stage in range(3)),
     *(Failure(2, stage, "backward", 2, 2) for stage in range(2)),  # of the last micro-batch: others reduce
+    Failure(2, 0, "backward", 2, 3),
+    *(Failure(4, 0, "backward", at, at + 3) for at in (1, 2)),  # the next stage only sends from there on
+    Failure(4, 1, "backward", 2, 6),
     Failure(2, 0, "backward", 1, 1, tied=True),
     Failure(3, 1, "forward", 2, 2, evaluate=True),
     Failure(2, 1, "forward", 1, 2, replica=0),
@@ -564,7 +567,6 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], type[Exception], str]] 
     "number": (lambda y, t: float((y - t).sum()), TypeError, r"one element, got float; reduce it in loss_fn"),
     "None": (lambda y, t: None, TypeError, r"one element, got NoneType"),
     "empty tuple": (lambda y, t: (), (TypeError, ValueError), r"loss_fn.*\(§9.2\)$"),
-    "detached": (lambda y, t: (y - t).square().mean().detach(), RuntimeError, r"require grad"),
     "own error": (lambda y, t: {}["scale"], (KeyError, RuntimeError), r"scale"),
 }  # fmt: skip
 

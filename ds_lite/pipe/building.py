@@ -114,6 +114,12 @@ def check_layers(layers: Sequence[Layer], pipeline_class: type[nn.Module]) -> li
             raise NotImplementedError(
                 f"layer {index} is itself a PipelineModule; put its layers into one list (§9.9)"
             )
+        if isinstance(layer, type):
+            name = layer.__name__
+            raise TypeError(
+                f"layer {index} is the class {name}; a class is no layer, write LayerSpec({name}, ...) or "
+                f"{name}(...) (§9.9)"
+            )
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise TypeError(
                 f"layer {index} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "

@@ -45,10 +45,11 @@ class PipelineError(RuntimeError):
 
 
 def _on_buffer(work: Callable[[Stage, Buffer], None]) -> Callable[..., None]:
-    """The engine's method for an instruction on one buffer: the stage does it."""
+    """The engine's method for an instruction on one buffer: the stage does it, by name, so that a subclass
+    of Stage may do it differently."""
 
     def execute(engine: PipelineEngine, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        work(engine.stage, engine.stage.buffers[buffer_id])
+        getattr(engine.stage, work.__name__)(engine.stage.buffers[buffer_id])
 
     return execute
 
@@ -122,22 +123,34 @@ class PipelineEngine(Engine):
             self.module.train()
         schedule = self._train_schedule()
         self.stage.start(schedule.num_pipe_buffers(), self.micro_batches)
-        self._has_agreed = False
-        with self._failing_together(), self.stage.telling_neighbours():
+        with self._failing_together():
             self._exec_schedule(schedule, without)
             self.stage.finish()
             return self._result("avg")
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """A rank that fails before the first reduction brings its error to where the others wait for it."""
+        """A rank that fails before the batch's first collective stops all ranks, other replicas too."""
+        self._has_agreed = False
         try:
             yield
+            return
         except Exception as error:
-            if not self._has_agreed:
-                self._has_agreed = True
-                raise_together(error)
-            raise
+            self.stage.failure = f"{type(error).__name__}: {error}"
+            if self._has_agreed:
+                raise
+            self._has_agreed = True
+            cause = self.stage.tell_neighbours(error)
+        raise_together(cause)
+
+    def _agree(self) -> None:
+        """Once a batch, before its first collective: every rank came this far, or all of them raise.
+
+        A failure on one replica, or in a stage's last backward, finds its peers on the way to a collective.
+        """
+        if not self._has_agreed:
+            self._has_agreed = True
+            raise_together(None)
 
     def eval_batch(
         self,
@@ -165,10 +178,11 @@ class PipelineEngine(Engine):
         self.module.eval()
         self.stage.start(schedule.num_pipe_buffers(), count, compute_loss=compute_loss)
         try:
-            with torch.no_grad(), self.stage.telling_neighbours():
+            with torch.no_grad(), self._failing_together():
                 self._exec_schedule(schedule)
                 outputs = self.stage.last_outputs
                 self.stage.finish()
+                self._agree()
                 loss = self._result(reduce_output, is_shared=bcast_loss) if compute_loss else None
         finally:
             for layer, was_training in modes:
@@ -250,23 +264,12 @@ class PipelineEngine(Engine):
         return -1 if link is None else link.peer
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._agree_to_reduce()
+        self._agree()
         self.gradients.sum_tied()
 
     def _exec_reduce_grads(self) -> None:
-        self._agree_to_reduce()
+        self._agree()
         self.gradients.reduce()
-
-    def _agree_to_reduce(self) -> None:
-        """Once a batch, before the first reduction: all ranks came this far, or all of them raise.
-
-        A failure on one replica, or in a stage's last backward, finds its peers on the way to a collective.
-        """
-        if not self._has_agreed:
-            self._has_agreed = True
-            self.stage.neighbours_listen = False  # they are in this agreement, not waiting for a message
-            raise_together(None)
-            self.stage.neighbours_listen = True
 
     def _exec_optimizer_step(self) -> None:
         self._take_optimizer_step()

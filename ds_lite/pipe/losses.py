@@ -19,6 +19,8 @@ def split_losses(loss: Any) -> Losses:
     Raises: TypeError if one of them is not a tensor with a single element.
     """
     losses = tuple(loss) if isinstance(loss, (tuple, list)) else (loss,)
+    if not losses:
+        raise TypeError("loss_fn returned an empty tuple; return at least the loss to train on (§9.2)")
     for value in losses:
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

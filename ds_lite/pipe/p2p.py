@@ -111,13 +111,17 @@ class StageLink:
         Raises: TypeError for a dtype that cannot travel.
         """
         numbers = [_TUPLE if message.is_tuple else _TENSOR, len(message.tensors)]
+        raws = []  # all of them before the header, which promises them
         for tensor, flag in zip(message.tensors, message.flags, strict=True):
             numbers += [_dtype_index(tensor.dtype), int(flag), tensor.dim(), *tensor.shape]
+            value = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            if not flag and value.data_ptr() == tensor.data_ptr():
+                value = value.clone()  # may be a layer's own buffer, which its next forward changes
+            raws.append(_as_bytes(value))
         pending = Pending()
         self._send_numbers(numbers, pending)
-        for tensor in message.tensors:
-            if tensor.numel():
-                raw = _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        for raw in raws:
+            if raw.numel():
                 pending.works.append(comm.isend(raw, self.peer, self.group))
                 pending.tensors.append(raw)
         return pending
@@ -257,7 +261,7 @@ def _neighbour(stage: int, grid: PipelineParallelGrid | None, async_op: bool) ->
     if async_op:
         raise ValueError("async_op=True is not offered here; use ds_lite.comm.isend and irecv (§9.11)")
     here, stages = grid.get_stage_id(), grid.get_pipe_parallel_world_size()
-    if not 0 <= stage < stages or (stage - here) % stages not in (1, stages - 1):
+    if stages == 1 or not 0 <= stage < stages or (stage - here) % stages not in (1, stages - 1):
         raise ValueError(
             f"stage {here} of {stages} cannot talk to stage {stage}; only neighbours, and the last stage "
             f"with stage 0, exchange tensors (§9.11)"

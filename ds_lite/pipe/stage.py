@@ -7,11 +7,9 @@ what backward leaves in their `.grad` is what the previous stage receives.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from ds_lite.pipe.losses import split_losses
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import Arriving, Message, NeighbourError, Pending, StageLink, can_travel
 
-_PATIENCE = timedelta(seconds=5)  # for a neighbour to take the news of a failure
 _GRADIENT_SENDS = 2  # gradient messages that may be under way at once
 
 
@@ -57,7 +54,7 @@ class Stage:
     ) -> None:
         self.module, self.previous, self.next, self.device = module, previous, following, device
         self.loaded: deque[tuple[Any, Any]] = deque()  # micro-batches that the iterator gave for this batch
-        self._received = 0  # activations whose header came in during this run
+        self._received: Counter[int] = Counter()  # messages that came in during this run, by peer
         self.losses: list[tuple[Tensor, ...]] = []  # last stage: per micro-batch, detached
         self.last_outputs: Any = None  # last stage: of the newest micro-batch
         self.buffers: list[Buffer] = []
@@ -68,8 +65,7 @@ class Stage:
         """Make the buffers of one run of a schedule."""
         self.buffers = [Buffer() for _ in range(num_buffers)]
         self.num_micro_batches, self.compute_loss = num_micro_batches, compute_loss
-        self.losses, self.last_outputs, self._received = [], None, 0
-        self.neighbours_listen = True
+        self.losses, self.last_outputs, self._received = [], None, Counter()
 
     def finish(self) -> None:
         """Wait for every send; then no handle is open and no buffer holds anything."""
@@ -158,7 +154,7 @@ class Stage:
         """RecvActivation: post the receives that the previous stage's header announces."""
         assert self.previous is not None
         buffer.arriving = self.previous.receive()
-        self._received += 1
+        self._received[self.previous.peer] += 1
 
     def send_activation(self, buffer: Buffer) -> None:
         """SendActivation: start sending the outputs; computation goes on."""
@@ -171,6 +167,7 @@ class Stage:
         """RecvGrad: post the receives; the header must describe exactly the outputs that need a gradient."""
         assert self.next is not None and buffer.outputs is not None
         buffer.arriving = self.next.receive()
+        self._received[self.next.peer] += 1
         expected = [tuple(tensor.shape) for tensor in _with_gradient(buffer.outputs)]
         message = buffer.arriving.message
         here = zip(expected, message.tensors, message.flags, strict=False)
@@ -200,48 +197,32 @@ class Stage:
             self.previous.send(Message(values, (False,) * len(values), is_tuple=True)).wait()
         return values
 
-    @contextmanager
-    def telling_neighbours(self) -> Iterator[None]:
-        """If this stage fails, its neighbours get the error where they wait for a message, and pass it on."""
-        try:
-            yield
-        except NeighbourError as news:
-            self.failure = str(news)
-            self._tell(news.error, heard_from=news.peer)
-            raise news.error from None
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            told = error
-            if not isinstance(error, (ValueError, TypeError)):
-                told = RemoteError(
-                    f"stage {self.module.stage_id} failed with {type(error).__name__}: {error}"
-                )
-            self._tell(told, heard_from=None)
-            raise
+    def tell_neighbours(self, error: Exception) -> Exception:
+        """Send the failure to both neighbours, take what they still send, and return what to raise.
 
-    def _tell(self, error: Exception, heard_from: int | None) -> None:
-        links = [link for link in (self.previous, self.next) if link is not None and link.peer != heard_from]
-        if not self.neighbours_listen:
-            return
-        told = []
+        A neighbour that listens finds the error in place of a header and passes it on. One that listens no
+        more has only sends left, which end because they are taken here; its own error ends them early.
+        """
+        heard_from = error.peer if isinstance(error, NeighbourError) else None
+        cause = error.error if isinstance(error, NeighbourError) else error
+        told = cause
+        if not isinstance(cause, (ValueError, TypeError, RemoteError)):
+            told = RemoteError(f"stage {self.module.stage_id} failed with {type(cause).__name__}: {cause}")
+        links = [link for link in (self.previous, self.next) if link is not None]
+        self._news = []  # kept: nobody may ever take them
         for link in links:
             with suppress(RuntimeError):  # that neighbour is gone; the other one still wants to know
-                told.append(link.send_error(error))
-        if not torch.is_grad_enabled() and self.previous in links:
-            self._let_previous_finish()
-        for pending in told:
-            for work in pending.works:
-                try:
-                    work.wait(_PATIENCE)
-                except RuntimeError:  # it is gone or no longer listens; the error is raised here anyway
-                    break
+                self._news.append(link.send_error(told))
+        for link in links:
+            if link.peer != heard_from:
+                self._take_the_rest(link)
+        return cause
 
-    def _let_previous_finish(self) -> None:
-        """In evaluation the previous stage listens only after its last send: take what it still sends."""
-        assert self.previous is not None
-        for _ in range(self.num_micro_batches - self._received):
+    def _take_the_rest(self, link: StageLink) -> None:
+        total = self.num_micro_batches if link is self.previous or torch.is_grad_enabled() else 0
+        for _ in range(total - self._received[link.peer]):
             try:
-                self.previous.receive().wait()
+                link.receive().wait()
             except (RuntimeError, NeighbourError):  # it failed too, so it waits for nobody
                 return
 
@@ -262,9 +243,6 @@ def _as_message(outputs: Any, layer: str) -> Message:
                 f"{place} of {layer} is {tensor.dtype}, {tensor.layout}; it cannot travel (§9.10)"
             )
     flags = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
-    if torch.is_grad_enabled():
-        # Without a graph it may be a layer's own buffer, which the next forward changes while this is sent.
-        tensors = tuple(t if flag else t.clone() for t, flag in zip(tensors, flags, strict=True))
     return Message(tensors, flags, is_tuple)
 
 

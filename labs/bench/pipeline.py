@@ -5,10 +5,10 @@
     python labs/bench/pipeline.py --deepspeed-python OTHER/bin/python
 
 Seconds of a shared machine mean little; ratios of runs that alternate mean much. So all engines live in
-worker processes of one thread each, only one engine works at a time, and a round is one step of each in turn.
-A ratio is formed inside its round; the table shows the median of these, with the lowest and the highest. A
-round beside which other programs kept a core busy says nothing about overlap: rounds wait for a quiet machine
-as long as `--patience` allows, and the quietest count.
+worker processes of one thread each, only one engine works at a time, and a round is one step of each, begun
+by another one each time. A ratio is formed inside its round; the table shows the median of these, with the
+lowest and the highest. A round beside which other programs kept a core busy says nothing about overlap:
+rounds wait for a quiet machine as long as `--patience` allows, and the quietest count.
 
 A step is forward, backward and optimizer over m micro-batches, with the loss known: on every rank for ds_lite
 and DeepSpeed, on the last stage for torch. Before anything is timed, the first losses must agree.
@@ -84,7 +84,9 @@ def measure(all_crews: dict[str, Crew], rounds: int, patience_s: float) -> list[
         while len(made) < rounds or perf_counter() < deadline:
             wait_until_quiet(pids, limit_cores=QUIET, deadline=deadline)
             before = Reading.now(pids)
-            seconds = {name: crew.step()[0] for name, crew in all_crews.items()}
+            shift = len(made) % len(all_crews)  # nobody is always the first, or always behind the same one
+            order = [*all_crews][shift:] + [*all_crews][:shift]
+            seconds = {name: all_crews[name].step()[0] for name in order}
             made.append(Round(seconds, foreign_cores(before, Reading.now(pids))))
             bar.update(quiet, completed=sum(each.foreign < QUIET for each in made))
             if bar.finished:
