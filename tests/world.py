@@ -11,14 +11,15 @@ context manager; it is entered in every process, around the start of the group a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import pickle
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from world_report import Outcome, WorldAssertionError, WorldError, message
-from world_worker import Order
+from world_worker import Order, serve
 
 GRACE_S = 2.0  # after the first failure the others may still report theirs
 START_S = 180.0
@@ -43,8 +44,10 @@ class World:
     """A pool of processes, started on demand; `close` ends them. They also end when this process does."""
 
     def __init__(self, folder: Path | None = None) -> None:
+        _prepare_environment()
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
         self._workers: list[_Worker] = []
+        atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
         self._calls = 0
 
     def __call__(
@@ -96,7 +99,7 @@ class World:
 
     def pids(self) -> list[int]:
         """The processes of the pool that run now."""
-        return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
+        return [worker.process.pid for worker in self._workers if worker.exit_code is None]
 
     def close(self) -> None:
         """End all processes and wait for them."""
@@ -133,7 +136,7 @@ class World:
         return outcomes, table
 
     def _ready_workers(self, nprocs: int) -> list[_Worker]:
-        alive = [worker for worker in self._workers if worker.process.poll() is None]
+        alive = [worker for worker in self._workers if worker.exit_code is None]
         for worker in self._workers:
             if worker not in alive:
                 worker.end()
@@ -148,27 +151,29 @@ class World:
         return self._workers[:nprocs]
 
 
+# Importing torch takes seconds. On Linux one server imports it and forks the workers, so that a fresh one
+# costs little; elsewhere forking after such imports is not safe, and every worker imports for itself.
+_CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ds_lite.initialize"])
+
+
 class _Worker:
     """One child process, the connection to it, and the file its output goes to."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix="output-", dir=folder)
+        os.close(handle)
         self.log, self._read = Path(name), 0
         self.connection, theirs = Pipe()
-        start = (
-            "import sys; sys.path.insert(0, sys.argv[2]); import world_worker as w; w.serve(int(sys.argv[1]))"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", start, str(theirs.fileno()), str(Path(__file__).parent)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=handle,
-            env=_environment(),
-        )
+        self.process = _CONTEXT.Process(target=serve, args=(theirs, name))
+        self.process.start()
         theirs.close()
-        os.close(handle)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -9 is signal 9."""
+        return self.process.exitcode
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # it died; its exit code will be seen
@@ -189,21 +194,19 @@ class _Worker:
         return data.decode(errors="replace")
 
     def end(self, patience_s: float = 0.0) -> None:
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        self.process.join(patience_s)
+        if self.exit_code is None:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
         self.connection.close()
 
 
-def _environment() -> dict[str, str]:
+def _prepare_environment() -> None:
     """One thread a process; the loopback device, since the name of a laptop may not resolve."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     for _, device in socket.if_nameindex():
         if device in ("lo", "lo0"):
-            env.setdefault("GLOO_SOCKET_IFNAME", device)
-    return env
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 
 def _collect(workers: list[_Worker], deadline: float) -> list[Outcome]:
@@ -221,10 +224,10 @@ def _collect(workers: list[_Worker], deadline: float) -> list[Outcome]:
                 outcomes[rank] = Outcome(rank, report, when=report.when)
             else:
                 workers[rank].end(patience_s=5.0)
-                outcomes[rank] = Outcome(rank, death=workers[rank].process.returncode)
+                outcomes[rank] = Outcome(rank, death=workers[rank].exit_code)
         for rank in set(missing.values()) - set(outcomes):  # a grandchild may hold a dead rank's connection
-            if workers[rank].process.poll() is not None and not workers[rank].connection.poll():
-                outcomes[rank] = Outcome(rank, death=workers[rank].process.returncode)
+            if workers[rank].exit_code is not None and not workers[rank].connection.poll():
+                outcomes[rank] = Outcome(rank, death=workers[rank].exit_code)
         if not all(outcome.returned for outcome in outcomes.values()) and end > time.monotonic() + GRACE_S:
             end = time.monotonic() + GRACE_S
             stuck = f"still ran {GRACE_S:g} s after the first failure and was ended"
@@ -248,7 +251,7 @@ def _settle(workers: list[_Worker], outcomes: list[Outcome]) -> None:
     else:
         stuck = [worker for worker, outcome in zip(workers, outcomes, strict=True) if outcome.stuck]
         for worker in stuck:
-            worker.process.send_signal(signal.SIGUSR1)  # write down where you are
+            os.kill(worker.process.pid, signal.SIGUSR1)  # write down where you are
         time.sleep(0.3 if stuck else 0.0)
         for worker in workers:
             worker.process.kill()

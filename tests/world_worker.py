@@ -54,13 +54,17 @@ class Report:
     trace: str = ""
 
 
-def serve(fd: int) -> None:
-    """Answer orders from the connection `fd` until the other end is closed."""
-    os.set_inheritable(fd, False)
+def serve(connection: Connection, log: str) -> None:
+    """Answer orders from the connection until the other end is closed; what is printed goes to `log`."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent decides
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    connection = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     before = _Surroundings()
