@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import re
+import signal
 import sys
 import threading
 import time
@@ -81,7 +82,7 @@ class Trace:
         )
 
     def status(self, status: str, note: str = "") -> None:
-        """running, failed, stuck or done; `note` is one line of explanation."""
+        """running, failed, stuck, ended or done; `note` is one line of explanation."""
         trace_file.STATE.pack_into(self._map, trace_file.AT_STATE, cut(status, 16), cut(note, 400))
 
     def begin(
@@ -147,6 +148,11 @@ class Trace:
         self.abandon()
         lines = _PLACE_IN_C.sub("", str(error)).strip().splitlines()
         self.status("failed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+        self._leave_table()
+
+    def end_by(self, reason: str) -> None:
+        """Write that somebody else ends this rank and, with a folder, the hang table."""
+        self.status("ended", reason)
         self._leave_table()
 
     def close(self) -> None:
@@ -220,6 +226,7 @@ def open_trace(
     if sys.excepthook is not _last_words:
         sys.excepthook = _last_words
         atexit.register(close)
+        _mind_sigterm()
     return _current
 
 
@@ -229,6 +236,30 @@ def close() -> None:
     if _current is not None:
         _current.close()
     _current = None
+
+
+def _mind_sigterm() -> None:
+    """Leave row and table on SIGTERM too: torchrun sends it to all ranks as soon as one has failed.
+
+    The main thread may be inside a collective, where no Python handler runs; the wake-up byte comes all the
+    same. A handler of the caller's own stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_leave_on_sigterm, args=(reader,), name="ds_lite-sigterm", daemon=True).start()
+
+
+def _leave_on_sigterm(reader: int) -> None:
+    while os.read(reader, 1) != bytes([signal.SIGTERM]):
+        continue  # another signal of the caller's
+    if _current is not None:
+        _current.end_by("ended by SIGTERM; another rank may have failed first")
+    os._exit(128 + signal.SIGTERM)
 
 
 def _last_words(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:

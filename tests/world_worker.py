@@ -63,6 +63,7 @@ def serve(connection: Connection, log: str) -> None:
         stream.reconfigure(line_buffering=True)
     os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent decides
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
