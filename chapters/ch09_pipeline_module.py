@@ -115,8 +115,7 @@ def gradients_apart() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tied_gradient() -> tuple[list[int], torch.Tensor, bool]:
-    """One rank: who shares the embedding, its gradient after the reduction, and whether the copies were "
-    "equal."""
+    """One rank: who shares the embedding, its reduced gradient, and whether the copies were equal."""
     model = PipelineModule(
         toy.layer_specs(SHAPE), num_stages=2, loss_fn=toy.loss_fn, seed_layers=True, base_seed=SEED
     )

@@ -41,7 +41,12 @@ class PipelineParallelGrid:
     def __init__(
         self, topology: ProcessTopology | None = None, process_group: ProcessGroup | None = None
     ) -> None:
-        world_size = comm.get_world_size(process_group)
+        world_size = comm.get_world_size()
+        if process_group is not None and comm.get_world_size(process_group) != world_size:
+            raise ValueError(
+                f"process_group has {comm.get_world_size(process_group)} of the {world_size} ranks; a grid "
+                f"is made of the whole world, leave the argument out (§9.11)"
+            )
         self._topology = (
             topology if topology is not None else PipeDataParallelTopology(num_pp=1, num_dp=world_size)
         )

@@ -31,7 +31,9 @@ class Layer(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.calls == MICRO_BATCHES + FAULTY_MICRO_BATCH and comm.get_rank() == self.faulty_rank:
-            (Path(self.marks) / "struck").write_text(str(time.time()))
+            draft = Path(self.marks) / "striking"  # complete before it gets its name
+            draft.write_text(str(time.time()))
+            draft.replace(Path(self.marks) / "struck")
             go_wrong(self.fault)
         self.calls += 1
         return super().forward(x)

@@ -1,5 +1,4 @@
-"""Lab 2. Guards against: a lab that rots, one that passes wrong code, a hint that points at the wrong "
-"idea."""
+"""Lab 2. Guards against: a lab that rots, one that passes wrong code, a hint that points elsewhere."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ class PipelineModule(nn.Module):
     """The layers of this rank's stage, out of a model given as a list.
 
     `layers` holds LayerSpecs, modules and plain callables; each is called with the previous output as its
-    only argument (a tuple stays one tuple). Give `num_stages` or a `topology` with a pipe axis. State-dict
-    keys are `{global layer index}.…` and `tied_modules.{key}.…`, the same for every number of stages.
+    only argument. A tuple stays one tuple; between stages a list or a named tuple arrives as a plain one.
+    Give `num_stages` or a `topology` with a pipe axis. State-dict keys are `{global layer index}.…` and
+    `tied_modules.{key}.…`, the same for every number of stages.
 
     Units: `activation_checkpoint_interval` in layers, 0 is off. `base_seed` with `seed_layers`: layer i is
     built from seed base_seed + i, and runs its k-th forward from seed base_seed * k + i.
@@ -99,6 +100,11 @@ class PipelineModule(nn.Module):
 
     def _partition(self, method: str) -> list[int]:
         names = [layer_name(spec) for spec in self._specs]
+        if len(names) < self.num_stages:
+            raise ValueError(
+                f"num_stages={self.num_stages} exceeds the {len(names)} layers; choose at most {len(names)} "
+                f"stages or give more layers (§9.9)"
+            )
         return partition_layers(
             method, names, lambda: [parameter_count(spec) for spec in self._specs], self.num_stages
         )
