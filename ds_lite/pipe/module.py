@@ -102,7 +102,7 @@ class PipelineModule(nn.Module):
         names = [layer_name(spec) for spec in self._specs]
         if len(names) < self.num_stages:
             raise ValueError(
-                f"num_stages={self.num_stages} exceeds the {len(names)} layers; choose at most {len(names)} "
+                f"num_stages={self.num_stages} exceeds num_layers={len(names)}; choose at most {len(names)} "
                 f"stages or give more layers (§9.9)"
             )
         return partition_layers(
