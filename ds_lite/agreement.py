@@ -31,8 +31,14 @@ def error_from_ints(numbers: list[int]) -> Exception:
     return RemoteError(text if name == "RemoteError" else f"{name}: {text}")
 
 
-def raise_together(error: BaseException | None, group: ProcessGroup | None = None, **must_match: int) -> None:
-    """Return if no rank of the group brings an error; else raise the lowest rank's error on all of them.
+def raise_together(
+    error: BaseException | None,
+    group: ProcessGroup | None = None,
+    *,
+    anyone: bool = False,
+    **must_match: int,
+) -> bool:
+    """Raise the lowest rank's error on all ranks of the group; without one, say whether any said `anyone`.
 
     `must_match` are numbers that have to be equal on all ranks, e.g. the number of micro-batches.
 
@@ -42,12 +48,13 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None = Non
     if comm.get_world_size(group) == 1:
         if error is not None:
             raise error
-        return
+        return anyone
     device = comm.control_device()
     values = list(must_match.values())
-    report = torch.tensor([int(error is not None), *values, *(-value for value in values)], device=device)
+    flags = [int(error is not None), int(anyone)]
+    report = torch.tensor([*flags, *values, *(-value for value in values)], device=device)
     comm.all_reduce(report, op=comm.ReduceOp.MAX, group=group)
-    failed, *extremes = report.tolist()
+    failed, said, *extremes = report.tolist()
     if failed:
         first = _lowest_rank_error(error, group, device)
         raise error if error is not None else first
@@ -58,6 +65,7 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None = Non
                 f"{name} differs between ranks: {must_match[name]} here, from {-low} to {high} over all; "
                 f"every rank makes the same call with the same settings (§9.2)"
             )
+    return bool(said)
 
 
 def _lowest_rank_error(

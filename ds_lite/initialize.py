@@ -57,9 +57,7 @@ def initialize(
     Differs: `mpu` with a PipelineModule is accepted when it agrees with the module's own grid.
     """
     if model is None:
-        raise ValueError(
-            "initialize needs a model; pass model=PipelineModule(...) or any torch module (§9.2)"
-        )
+        raise ValueError("initialize needs a model; pass a PipelineModule or any torch module (§9.2)")
     if mesh_param is not None:
         raise ValueError("mesh_param is not yet supported; give a PipelineModule a topology instead (§9.11)")
     checked = load_config(_the_one_config(args, config, config_params))
@@ -74,19 +72,23 @@ def initialize(
         if callable(bind := getattr(module, "bind", None)):
             bind(grid)
     made = _make_optimizer(model, optimizer, model_parameters, checked)
-    engine: Engine
-    if isinstance(model, PipelineModule):
-        if checked.pipeline.activation_checkpoint_interval > 0:
-            model.set_checkpoint_interval(checked.pipeline.activation_checkpoint_interval)
-        engine = PipelineEngine(model, grid, checked, made)
-    else:
-        engine = Engine(model, grid, checked, made)
+    engine = _make_engine(model, grid, checked, made)
     engine.lr_scheduler = _make_scheduler(lr_scheduler, made, checked)
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
     if checked.unused and comm.get_rank() == 0:
         print(f"ds_lite: config keys without effect here: {', '.join(checked.unused)}", flush=True)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _make_engine(
+    model: nn.Module, grid: PipelineParallelGrid, config: DSConfig, optimizer: torch.optim.Optimizer | None
+) -> Engine:
+    if not isinstance(model, PipelineModule):
+        return Engine(model, grid, config, optimizer)
+    if config.pipeline.activation_checkpoint_interval > 0:
+        model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+    return PipelineEngine(model, grid, config, optimizer)
 
 
 def _the_one_config(args: Any, config: Config | None, config_params: Config | None) -> Config:

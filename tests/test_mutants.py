@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Mutant, pipeline, reductions
+from mutants import Mutant, failures, pipeline, reductions
 from world import World
 
-MUTANTS = [*pipeline.MUTANTS, *reductions.MUTANTS]
+MUTANTS = [*pipeline.MUTANTS, *reductions.MUTANTS, *failures.MUTANTS]
 
 HERE = Path(__file__).parent
 OPTIONS = {"tied", "clip", "interval", "zero", "kind", "optimizer"}
@@ -28,7 +28,14 @@ class MutatedWorld:
         self.world, self.mutant = world, mutant
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.world(*args, **kwargs, mutant=self.mutant.patch)
+        return self.world(*args, **self._changed(kwargs))
+
+    def raises(self, *args: Any, **kwargs: Any) -> Any:
+        return self.world.raises(*args, **self._changed(kwargs))
+
+    def _changed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        limit = {} if self.mutant.deadline is None else {"deadline": self.mutant.deadline}
+        return {**kwargs, **limit, "mutant": self.mutant.patch}
 
 
 def find(killer: str) -> tuple[Callable[..., None], dict[str, Any]]:
@@ -46,10 +53,11 @@ def find(killer: str) -> tuple[Callable[..., None], dict[str, Any]]:
     if not marks:
         return test, {}
     names, sets = [word.strip() for word in marks[0].args[0].split(",")], marks[0].args[1]
-    ids = marks[0].kwargs.get("ids") or [one.id for one in sets]
+    ids = marks[0].kwargs.get("ids") or [getattr(one, "id", None) or str(one) for one in sets]
     assert wanted in ids, f"{name} has no parameters {wanted!r}, but {ids}"
     values = sets[ids.index(wanted)]
-    return test, dict(zip(names, getattr(values, "values", values), strict=True))
+    values = getattr(values, "values", values)
+    return test, dict(zip(names, values if isinstance(values, tuple) else (values,), strict=True))
 
 
 def narrowed(arguments: dict[str, Any], mutant: Mutant) -> dict[str, Any]:

@@ -319,4 +319,5 @@ def test_what_is_not_built_is_understood_and_then_refused(config, message):
 
 def test_what_is_off_or_built_is_not_refused():
     off = {"fp16": {"enabled": False}, "tensor_parallel": {"tp_size": 1}, "sequence_parallel_size": 1}
-    refuse_what_is_not_built(load_config(off | {"zero_optimization": {"stage": 1}, "compile": {}}))
+    loaded = load_config(off | {"zero_optimization": {"stage": 1}, "compile": {}})
+    assert refuse_what_is_not_built(loaded) is None and loaded.zero_optimization.stage == 1

@@ -292,8 +292,8 @@ def fail_on_one_replica(rank: int, impl: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind, error, words",
     [
-        ("output", TypeError, "element 1 of the output of layer 1"),
-        ("hook", (KeyError, RuntimeError), "last backward"),
+        pytest.param("output", TypeError, "element 1 of the output of layer 1", id="output"),
+        pytest.param("hook", (KeyError, RuntimeError), "last backward", id="hook"),
     ],
 )
 def test_a_failure_on_one_replica_is_raised_on_all_ranks(
@@ -301,3 +301,28 @@ def test_a_failure_on_one_replica_is_raised_on_all_ranks(
 ) -> None:
     """Without the agreement before the first reduction the other replica waits for it until a time limit."""
     world.raises(error, words, fail_on_one_replica, 4, impl, kind, deadline=30)
+
+
+def detached_loss(rank: int, impl: Any, valid_on: tuple[int, ...]) -> float:
+    """The loss of a replica hangs on its graph only if the replica is among `valid_on`."""
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = mean_squared(outputs, labels)
+        return loss if torch.distributed.get_rank() % 2 in valid_on else loss.detach()
+
+    pipeline = impl.make_pipeline(
+        [linear(INPUTS, HIDDEN, 1), linear(HIDDEN, OUTPUTS, 2)],
+        num_stages=2,
+        loss_fn=loss_fn,
+        num_micro_batches=2,
+        micro_batch_size=len(make_batch(1)[0][0]),
+    )
+    pipeline.train_batch(iter(make_batch(2)))
+    return float(pipeline.norm())
+
+
+def test_a_loss_that_never_needs_a_gradient_is_refused_on_every_rank(world: Any, impl: Any) -> None:
+    """One process raises there too; a single replica or micro-batch without valid labels is no fault."""
+    world.raises(ValueError, "no micro-batch needs a gradient.*§9.2", detached_loss, 4, impl, ())
+    norms = world(detached_loss, 4, impl, (1,))
+    assert len(set(norms)) == 1 and norms[0] > 0

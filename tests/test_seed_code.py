@@ -219,7 +219,12 @@ IMPORTS = [
 
 @pytest.mark.parametrize("line", IMPORTS)
 def test_import_paths_of_scripts_lead_somewhere(line: str) -> None:
-    exec(after_the_change(line), {})
+    names: dict[str, Any] = {}
+    exec(after_the_change(line), names)
+    imported = {name: value for name, value in names.items() if name != "__builtins__"}
+    assert imported and all(
+        getattr(value, "__module__", "ds_lite").startswith("ds_lite") for value in imported.values()
+    )
 
 
 def test_both_paths_give_the_same_object() -> None:

@@ -147,10 +147,17 @@ class PipelineEngine(Engine):
         """Once a batch, before its first collective: every rank came this far, or all of them raise.
 
         A failure on one replica, or in a stage's last backward, finds its peers on the way to a collective.
+        In training some micro-batch's loss must have led to a gradient, as one process demands too.
         """
-        if not self._has_agreed:
-            self._has_agreed = True
-            raise_together(None)
+        if self._has_agreed:
+            return
+        self._has_agreed = True
+        has_trained = raise_together(None, anyone=self.stage.has_trained)
+        if torch.is_grad_enabled() and not has_trained:
+            raise ValueError(
+                "the loss of no micro-batch needs a gradient, so nothing would be trained; do not detach the "
+                "outputs or the loss, and leave some parameter trainable (§9.2)"
+            )
 
     def eval_batch(
         self,

@@ -59,6 +59,7 @@ class Stage:
         self.last_outputs: Any = None  # last stage: of the newest micro-batch
         self.buffers: list[Buffer] = []
         self._gradient_sends: deque[Pending] = deque()
+        self.has_trained = False  # last stage: some loss of this run was differentiated
         self.failure: str | None = None  # why the messages between the stages can no longer be trusted
 
     def start(self, num_buffers: int, num_micro_batches: int, *, compute_loss: bool = True) -> None:
@@ -66,6 +67,7 @@ class Stage:
         self.buffers = [Buffer() for _ in range(num_buffers)]
         self.num_micro_batches, self.compute_loss = num_micro_batches, compute_loss
         self.losses, self.last_outputs, self._received = [], None, Counter()
+        self.has_trained = False
 
     def finish(self) -> None:
         """Wait for every send; then no handle is open and no buffer holds anything."""
@@ -132,6 +134,7 @@ class Stage:
             # The only division by m: m mean losses add up to m times the mean loss of the whole batch.
             if buffer.loss.requires_grad:  # a micro-batch without valid labels may give a plain zero
                 (buffer.loss / self.num_micro_batches).backward()
+                self.has_trained = True
             buffer.loss = None
             return
         assert buffer.outputs is not None and buffer.arriving is not None and buffer.sending is not None

@@ -23,6 +23,7 @@ class Mutant:
 
     `killer` is the id of a test, as pytest writes it; the regular expression `keyword` is found in its
     failure. Where that test runs a list of cases, the smallest one that has the options `needs` is enough.
+    A mutant that makes ranks wait has a `deadline` in seconds, shorter than the test's own.
     """
 
     section: str
@@ -31,6 +32,7 @@ class Mutant:
     killer: str
     keyword: str
     needs: Mapping[str, Any] = field(default_factory=dict)
+    deadline: float | None = None
 
     @property
     def name(self) -> str:
@@ -38,12 +40,19 @@ class Mutant:
 
 
 def killed_by(
-    mutants: list[Mutant], killer: str, keyword: str, *, section: str, **needs: Any
+    mutants: list[Mutant],
+    killer: str,
+    keyword: str,
+    *,
+    section: str,
+    deadline: float | None = None,
+    **needs: Any,
 ) -> Callable[[Callable[[], Patch]], Callable[[], Patch]]:
     """Enter the decorated patch into the list; its docstring says what it breaks."""
 
     def enter(patch: Callable[[], Patch]) -> Callable[[], Patch]:
-        mutants.append(Mutant(section, " ".join(str(patch.__doc__).split()), patch, killer, keyword, needs))
+        breaks = " ".join(str(patch.__doc__).split())
+        mutants.append(Mutant(section, breaks, patch, killer, keyword, needs, deadline))
         return patch
 
     return enter
