@@ -204,7 +204,7 @@ REFUSALS = {
     ),
     "config that is a number": Refusal(lambda: start(3), r"config is a int; pass a dict", kind=TypeError),
     "no such file": Refusal(lambda: start("no/such.json"), r"no/such.json: cannot be read: No such file"),
-    "no model": Refusal(lambda: ds_lite.initialize(config=ONE), r"initialize needs a model; pass model="),
+    "no model": Refusal(lambda: ds_lite.initialize(config=ONE), r"initialize needs a model; pass a Pipe"),
     "other number of replicas": Refusal(
         lambda: start({**ONE, **SGD, "data_parallel_size": 7}),
         r"data_parallel_size=7 in the config, but the ranks form \d replicas; remove the key",

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -271,15 +272,20 @@ World()(_sleep, 2, {marker!r}, deadline=100)
 def test_no_process_is_left_when_the_owner_is_killed(tmp_path):
     """The processes are in the middle of a body, so they read no message: the closed connection must do."""
     script = _OWNER.format(path=sys.path, marker=str(tmp_path / "pid"))
-    env = {**os.environ, "TMPDIR": str(tmp_path)}  # the killed owner cannot clear away its folder
-    owner = subprocess.Popen([sys.executable, "-c", script], env=env)
-    try:
-        markers = [tmp_path / "pid0", tmp_path / "pid1"]
-        _until(lambda: all(marker.exists() and marker.read_text() for marker in markers), 60)
-    finally:
-        owner.kill()
-        owner.wait()
-    _until(lambda: _gone([marker.read_text() for marker in markers]), 5)
+    markers = [tmp_path / "pid0", tmp_path / "pid1"]
+    # The killed owner cannot clear away its folder. A short one: sockets are made in it, and the path of a
+    # socket ends at 108 bytes; tmp_path is longer where the user's name or the temporary folder's is.
+    with tempfile.TemporaryDirectory(prefix="") as folder:
+        env = {**os.environ, "TMPDIR": folder}
+        owner = subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True)
+        try:
+            _until(lambda: owner.poll() is not None or all(m.exists() and m.read_text() for m in markers), 99)
+            assert owner.poll() is None, owner.stderr.read()
+        finally:
+            owner.kill()
+            owner.wait()
+            owner.stderr.close()
+        _until(lambda: _gone([marker.read_text() for marker in markers]), 15)
 
 
 def _until(condition, seconds):
