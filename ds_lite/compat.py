@@ -33,6 +33,13 @@ PATHS: dict[str, dict[str, str]] = {
         "partition_balanced": "pipe.partition",
         "set_random_seed": "pipe.building",
     },
+    "module_inject": {},
+    "module_inject.layers": {
+        "LinearLayer": "tensor_parallel.layers",
+        "LinearAllreduce": "tensor_parallel.layers",
+    },
+    "sequence": {},
+    "sequence.cross_entropy": {"vocab_parallel_cross_entropy": "tensor_parallel.cross_entropy"},
     "utils": {"RepeatingLoader": "data"},
 }
 

@@ -106,17 +106,32 @@ def _not_built(config: DSConfig) -> list[str]:
     def not_yet(what: str, remedy: str, section: str) -> str:
         return f"{what} is not yet built into ds_lite; {remedy} ({section})"
 
-    stage, parallel = config.zero_optimization.stage, config.tensor_parallel.degree
+    tensor = config.tensor_parallel
     switches = [
-        (stage == 2, not_yet("zero_optimization.stage=2", "write 0 or 1", "§9.3")),
         (
-            stage == 3,
+            config.zero_optimization.stage == 3,
             "zero_optimization.stage=3 is refused: it would gather every parameter for each micro-batch, "
-            "where a pipeline already gives a rank only the layers of its own stage; write 0 or 1 (§9.3)",
+            "where a pipeline already gives a rank only the layers of its own stage; write 0, 1 or 2 (§9.3)",
         ),
-        (config.fp16.enabled, not_yet("fp16.enabled=true", "train in float32", "§9.3")),
-        (config.bf16.enabled, not_yet("bf16.enabled=true", "train in float32", "§9.3")),
-        (parallel > 1, not_yet(f"tensor_parallel with {parallel} ranks", "write tp_size 1", "§9.3")),
+        *(
+            (
+                bool(getattr(tensor, key)) or getattr(tensor, key) == {},
+                not_yet(
+                    f"tensor_parallel.{key}", "build the model from ds_lite.tensor_parallel's layers", "§9.13"
+                ),
+            )
+            for key in (
+                "partition_config",
+                "preset_model",
+                "injection_policy_tuple",
+                "vocab_parallel_lm_head",
+            )
+        ),
+        (
+            tensor.tp.mpu is not None or tensor.tp.tp_group is not None,
+            "tensor_parallel.tp.mpu and tp.tp_group are not read; pass initialize(mpu=...) (§9.7)",
+        ),
+        (tensor.tp_overlap_comm, not_yet("tensor_parallel.tp_overlap_comm=true", "write false", "§9.15")),
         (
             config.sequence_parallel_size > 1,
             not_yet(f"sequence_parallel_size={config.sequence_parallel_size}", "write 1", "§9.5"),

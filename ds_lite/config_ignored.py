@@ -66,7 +66,7 @@ UNUSED_KEYS: dict[str, str] = {
         cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
         ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
         memory_efficient_linear offload_optimizer offload_param overlap_comm override_module_apply
-        parameter_alignment pipeline_loading_checkpoint reduce_bucket_size reduce_scatter
+        parameter_alignment pipeline_loading_checkpoint reduce_scatter
         round_robin_gradients save_muon_momentum_buffer_in_memory stage3_allgather_sequential
         stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
         stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold

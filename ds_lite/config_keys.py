@@ -40,6 +40,9 @@ class Zero(Block):
     stage: int = Field(
         0, ge=0, le=3, description="What the data ranks share out: 1 optimizer state, 2 also gradients."
     )
+    reduce_bucket_size: float = Field(
+        2**25, ge=1, description="Elements that are reduced in one message; a larger parameter goes alone."
+    )
     moe_min_capacity: int = Field(
         4, ge=0, description="Capacity floor of the MoE layers that set none themselves."
     )
@@ -66,7 +69,7 @@ class Fp16(Block):
 
 class Bf16(Block):
     enabled: bool = Field(False, description="Compute in bfloat16 with float32 masters.")
-    immediate_grad_update: bool = Field(False, description="Add to the float32 gradient inside backward.")
+    immediate_grad_update: bool = unused(False, "Gradients are always added up in float32 inside backward.")
     check_grad_overflow: bool = unused(True, "DeepSpeed: look for infinities before the step.")
     bf16_master_weights_and_grads: bool = unused(False, "DeepSpeed: keep the masters in bfloat16.")
     bf16_optimizer_states: bool = unused(False, "DeepSpeed: keep the optimizer state in bfloat16.")
@@ -103,21 +106,19 @@ class TensorParallelGroup(Block):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     tp_size: int = Field(1, ge=1, description="Tensor-parallel degree.")
-    tp_grain_size: int = Field(1, ge=1, description="Widths are cut in multiples of this.")
+    tp_grain_size: int = unused(1, "Layers say themselves in which units they are cut.")
     mpu: Any = Field(None, description="An object that knows the tensor-parallel group.")
     tp_group: Any = Field(None, description="The tensor-parallel process group itself.")
 
 
 class TensorParallel(Block):
     tp_size: int | None = Field(None, ge=1, description="Tensor-parallel degree, the chapter's spelling.")
-    tp_grain_size: int = Field(
-        1, ge=1, description="Widths are cut in multiples of this, the chapter's spelling."
-    )
+    tp_grain_size: int = unused(1, "Layers say themselves in which units they are cut.")
     autotp_size: int = Field(0, ge=0, description="Tensor-parallel degree, DeepSpeed's spelling; 0 is off.")
     tp: TensorParallelGroup = Field(
         default_factory=TensorParallelGroup, description="The degree and group, DeepSpeed's block."
     )
-    dtype: Any = Field("fp16", description="Data type of the sharded weights.")
+    dtype: Any = unused("fp16", "The blocks fp16 and bf16 decide.")
     tp_overlap_comm: bool = Field(False, description="Overlap the all-reduce of backward with computation.")
     partition_config: dict[str, Any] | None = Field(
         None, description="Which weights are cut, by pattern and how."
@@ -125,8 +126,8 @@ class TensorParallel(Block):
     preset_model: str | None = Field(None, description="Name of a known architecture whose plan is used.")
     injection_policy_tuple: Any = Field(None, description="Layers whose output is summed over the group.")
     vocab_parallel_lm_head: bool | None = Field(None, description="Cut the output layer over the vocabulary.")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = Field(
-        "torch", description="Who computes the cross entropy over a cut vocabulary."
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = unused(
+        "torch", "DeepSpeed: who computes the cross entropy over a cut vocabulary."
     )
     keep_module_on_host: bool = unused(False, "DeepSpeed: leave the shards in host memory.")
 
@@ -134,6 +135,11 @@ class TensorParallel(Block):
     def degree(self) -> int:
         """Tensor-parallel degree, whichever spelling gave it; `load_config` has checked that they agree."""
         return self.tp_size or self.autotp_size or self.tp.tp_size
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the config names a degree at all."""
+        return self.tp_size is not None or self.autotp_size > 0 or "tp_size" in self.tp.model_fields_set
 
 
 class ExpertParallel(Block):

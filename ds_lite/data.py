@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ds_lite import comm
+from ds_lite.comm import ProcessGroup
 
 
 class RepeatingLoader:
@@ -132,11 +136,63 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Move the tensors in nested tuples, lists and dicts; everything else stays as it is."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    return _mapped(value, lambda item: to_device(item, device))
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors in nested tuples, lists and dicts in another dtype; None leaves them alone."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    return _mapped(value, lambda item: cast_floats(item, dtype))
+
+
+def different_data(value: Any, group: ProcessGroup, ranks: Sequence[int]) -> ValueError | None:
+    """The error to raise if the ranks of a tensor-parallel group do not hold the same tensors; else None.
+
+    Communication: one all-gather of 32 bytes a rank over the group.
+    """
+    digest, own_error = hashlib.sha256(), None
+    try:
+        _digest_into(digest, value)
+    except (RuntimeError, TypeError) as error:  # the others wait below, so not yet
+        own_error = ValueError(f"the first batch cannot be compared between ranks: {error} (§9.3)")
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(comm.control_device())
+    everyone = torch.empty(len(ranks) * 32, dtype=torch.uint8, device=mine.device)
+    comm.all_gather_into_tensor(everyone, mine, group=group)
+    if own_error is not None:
+        return own_error
+    if all(torch.equal(row, everyone[:32]) for row in everyone.view(-1, 32)):
+        return None
+    return ValueError(
+        f"the tensor-parallel ranks {list(ranks)} got different data in their first batch, but they compute "
+        f"parts of one result; feed all of them the same, e.g. with a sampler over the data-parallel rank "
+        f"(§9.3)"
+    )
+
+
+def _digest_into(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            digest.update(f"{key} ".encode())
+            _digest_into(digest, item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _digest_into(digest, item)
+    elif isinstance(value, (bool, int, float, str)):
+        digest.update(f"{value} ".encode())
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A nested tuple, list or dict with `function` applied to its members; anything else as it is."""
     if isinstance(value, tuple):
-        parts = [to_device(item, device) for item in value]
+        parts = [function(item) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
-        return [to_device(item, device) for item in value]
+        return [function(item) for item in value]
     if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: function(item) for key, item in value.items()}
     return value

@@ -7,21 +7,27 @@ last of them the gradients are averaged over the data axis by the rules of `grad
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ds_lite import comm, trace
 from ds_lite.agreement import raise_together
+from ds_lite.bucketing import make_buckets
 from ds_lite.config import Batch, resolve_batch
 from ds_lite.config_keys import DSConfig
-from ds_lite.data import make_loader
-from ds_lite.gradients import Bucket, Gradients, Tie, group_by_kind
+from ds_lite.data import cast_floats, different_data, make_loader
+from ds_lite.gradients import Gradients, Routes, Tie
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.zero import ShardedBucket, shard_optimizer
+from ds_lite.precision import LossScaler, compute_dtype
+from ds_lite.reporting import skip_line, step_line, times
+from ds_lite.saving import LoadOptions, load_checkpoint, save_checkpoint, save_whole_model
 
 
 class Engine:
@@ -59,37 +65,16 @@ class Engine:
         self._norm: float | None = None
         self._last_loss: Tensor | None = None
         self._syncs = True
-        self._make_replicas_equal()
-        self._sharded: list[ShardedBucket] = []
-        self.gradients = Gradients(module.named_parameters(), self._make_buckets_together(), ties)
+        self._has_backward = self._has_reduced = False  # since the last step()
+        self.scaler = LossScaler.from_config(config.fp16)
+        self.dtype = compute_dtype(config)  # None: whatever the model has
+        self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
+        self._has_compared_data = grid.size("model") == 1
+        buckets = make_buckets(module, optimizer, Routes(grid, ties), config)
+        self.gradients = Gradients(module.named_parameters(), buckets)
+        self.gradients.loss_scale = self.scaler.scale
         self.trace = trace.current()
         self.trace.place(grid.get_stage_id(), grid.place)
-
-    def _make_replicas_equal(self) -> None:
-        """The data axis starts from the weights and buffers of its first rank."""
-        source, group = self.grid.ranks("data", "seq")[0], self.grid.group("data", "seq")
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            comm.broadcast(tensor.detach(), src=source, group=group)
-
-    def _make_buckets_together(self) -> list[Bucket]:
-        """An optimizer that cannot be sharded on one rank, where it has state already, is refused on all."""
-        buckets: list[Bucket] = []
-        error: ValueError | None = None
-        try:
-            buckets = self._make_buckets()
-        except ValueError as refusal:
-            error = refusal
-        raise_together(error)
-        return buckets
-
-    def _make_buckets(self) -> list[Bucket]:
-        """Sharded buckets for what the optimizer holds under ZeRO, replicated ones for the rest."""
-        group, divisor = self.grid.group("data", "seq"), self.grid.size("data", "seq")
-        if self.zero_optimization_stage() >= 1 and self.optimizer is not None:
-            self._sharded = shard_optimizer(self.optimizer, group, divisor)
-        taken = {id(parameter) for bucket in self._sharded for parameter in bucket.parameters}
-        rest = [p for p in self.module.parameters() if p.requires_grad and id(p) not in taken]
-        return [*self._sharded, *(Bucket(run, group, divisor) for run in group_by_kind(rest))]
 
     # ------------------------------------------------------------------------------- the three calls
 
@@ -97,21 +82,47 @@ class Engine:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on this replica's micro-batch."""
+        """Run the module on this replica's micro-batch.
+
+        Raises: ValueError on the first call if tensor-parallel ranks got different inputs.
+        """
+        if self._casts_inputs:
+            inputs, kwargs = cast_floats((inputs, kwargs), self.dtype)
+        if not self._has_compared_data:
+            self._compare_data((inputs, kwargs))
         return self.module(*inputs, **kwargs)
+
+    def _compare_data(self, data: Any) -> None:
+        """Once: tensor-parallel ranks compute parts of one result, so their data must be the same."""
+        self._has_compared_data = True
+        raise_together(different_data(data, self.grid.group("model"), self.grid.ranks("model")))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add this micro-batch's part to the gradients; at the last one, average over the data axis.
 
-        Communication: at the accumulation boundary one all-reduce (ZeRO-1: reduce-scatter) per bucket.
+        Communication: at the accumulation boundary one all-reduce per bucket (ZeRO-1: a reduce-scatter and an
+        all-reduce of one flag per parameter); with ZeRO-2 one reduce-scatter per bucket in every call.
+        Raises: ValueError at the boundary if no parameter has a gradient on any replica.
         """
         # m mean losses add up to m times the gradient of the whole batch's mean.
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        torch.autograd.backward(scaled, retain_graph=retain_graph)
+        if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
+            torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
+        self.gradients.collect()
+        self._has_backward, self._has_reduced = True, False
         if self._syncs and self.is_gradient_accumulation_boundary():
-            self.gradients.reduce()
+            self._reduce()
         self._last_loss = loss.detach()
         return loss
+
+    def _reduce(self) -> None:
+        self.gradients.reduce()
+        self._has_reduced = True
+        if not self.gradients.has_any():
+            raise ValueError(
+                "no parameter has a gradient on any replica, so nothing would be trained; do not detach the "
+                "loss, and leave some parameter trainable (§9.1)"
+            )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update the weights."""
@@ -120,57 +131,76 @@ class Engine:
                 "step() inside no_sync(): the gradients are not averaged there; leave it first (§9.1)"
             )
         if self.is_gradient_accumulation_boundary():
+            if not self._has_reduced:  # the last backward was inside no_sync(), or not this engine's
+                self.gradients.collect()
+                self._reduce()
             self._take_optimizer_step(lr_kwargs)
             self._report(self._last_loss)
             self._accumulated = 0
         else:
             self._accumulated += 1
+        self._has_backward = self._has_reduced = False
         self.micro_steps += 1
 
     def _take_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Norm, clip, optimizer, gather, schedule, clear: the end of the order in DESIGN section 5."""
+        """Norm, overflow, clip, optimizer, gather, schedule, clear: the end of a batch, in this order."""
         if self.optimizer is None:
             raise ValueError(
                 "training needs an optimizer; name one in the config or pass it to initialize (§9.1)"
             )
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
+            raise ValueError(
+                "ReduceLROnPlateau needs the number it watches; call step(lr_kwargs={'metrics': loss}), or "
+                "choose a schedule over steps (§9.1)"
+            )
         norm = self.gradients.norm()
         self._norm = float(norm)
-        if self.config.gradient_clipping > 0:
-            self.gradients.clip(self.config.gradient_clipping, norm)
-        self.optimizer.step()
-        for bucket in self._sharded:
-            bucket.gather()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        overflowed = not math.isfinite(self._norm)  # one number for all ranks, so one decision
+        if overflowed:
+            self.skipped_steps += 1
+        else:
+            self.gradients.unscale_and_clip(self.config.gradient_clipping, norm)
+            self.optimizer.step()
+            self.gradients.publish()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._rescale(overflowed)
         self.gradients.clear()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self.trace.step = self.global_steps
 
+    def _rescale(self, overflowed: bool) -> None:
+        """Tell the loss scaler, and the reader if the step was skipped."""
+        before = self.scaler.scale
+        self.scaler.update(overflowed=overflowed)
+        self.gradients.loss_scale = self.scaler.scale
+        if overflowed and self.global_rank == 0:
+            assert self._norm is not None
+            scales = (before, self.scaler.scale) if self.fp16_enabled() else None
+            print(skip_line(self.global_steps + 1, self._norm, self.skipped_steps, scales), flush=True)
+
     def _report(self, loss: Any) -> None:
         """Every `steps_per_print` steps a line on rank 0; with `wall_clock_breakdown` the times beside it."""
         every = self.config.steps_per_print
-        if not every or self.global_steps % every or self.global_rank != 0:
+        if not every or self.global_steps % every or self.global_rank != 0 or loss is None:
             return
         first = loss[0] if isinstance(loss, tuple) else loss
-        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
-        words = [
-            f"step {self.global_steps}",
-            f"loss {float(first):.4f}",
-            f"lr {rates}",
-            f"norm {self._norm:.3g}",
-        ]
-        if self.config.wall_clock_breakdown:
-            times: dict[str, float] = {}
-            for event in self.trace.events():
-                times[event.instruction] = times.get(event.instruction, 0.0) + event.end - event.start
-            self.trace.forget_events()
-            words += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
-        print("ds_lite: " + "  ".join(words), flush=True)
+        assert self._norm is not None
+        line = step_line(self.global_steps, float(first), self.get_lr(), self._norm)
+        print(line + (times(self.trace) if self.config.wall_clock_breakdown else ""), flush=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside do not average over the data axis, even at the accumulation boundary."""
+        """Backwards inside do not average over the data axis, even at the accumulation boundary.
+
+        Raises: ValueError with ZeRO-2, whose gradients exist nowhere but in the ranks' shards.
+        """
+        if self.zero_optimization_stage() >= 2:
+            raise ValueError(
+                "no_sync() with zero_optimization.stage=2: every backward is reduced into the shards; use "
+                "stage 0 or 1, or leave no_sync out (§9.1)"
+            )
         self._syncs = False
         try:
             yield
@@ -191,6 +221,53 @@ class Engine:
     def eval(self) -> None:
         self.module.train(False)
 
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `save_dir/tag` so that any layout can go on from it; see `saving.py`. Every rank calls it."""
+        return save_checkpoint(
+            self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from `load_dir/tag` (default: what `latest` names). Every rank calls it.
+
+        Returns (path, client_state).
+        """
+        options = LoadOptions(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        return load_checkpoint(self, load_dir, tag, options)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """One file with the whole state dict, for `torch.load` in a plain program. Every rank calls it."""
+        return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
     # --------------------------------------------------------------------------------------- answers
 
     def train_batch_size(self) -> int:
@@ -207,9 +284,9 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, and nothing else."""
-        if self._accumulated:
+        if begun := self._accumulated + self._has_backward:
             raise ValueError(
-                f"set_train_batch_size() after {self._accumulated} of {self.gradient_accumulation_steps()} "
+                f"set_train_batch_size() after {begun} of {self.gradient_accumulation_steps()} "
                 f"micro-batches, whose losses are divided already; call it right after a step (§9.2)"
             )
         replicas = self.grid.get_data_parallel_world_size()

@@ -1,136 +1,48 @@
 """THE reduction rules: who is summed over whom, divided by what, counted how often (§9.1 §9.3).
 
-Each parameter carries three independent tags, and nothing else decides:
+Each parameter carries three independent tags (`tags.py`), and nothing else decides:
 
     owner   dense      gradients are summed over the data axis (x seq) and divided by its size
-            expert     summed over the expert-data group, divided by the same number
+            expert     not yet (§9.4)
     model   sharded    this rank holds a piece; nothing more to sum
             full       replicated, and the gradient is already complete on each rank
             partial    replicated, and each rank holds a part of the gradient: summed over the model axis
     tied    key        also summed over the stages that use it, before the data reduction
 
 A gradient that is missing on one rank counts as zero. It stays None only if it is None on every rank;
-the flags that decide this travel at the end of the buffer they belong to.
+the flags that decide this travel at the end of the buffer they belong to (`buckets.py`, `zero.py`).
+
+The norm counts each element once: a shard where it lies, a replica on the lowest rank of its group, a tie on
+its lowest stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
+from ds_lite.agreement import raise_together
+from ds_lite.buckets import Bucket, Route
 from ds_lite.comm import ProcessGroup
-
-MAX_BUCKET_ELEMENTS = 2**25  # 128 MiB of float32: large enough to be efficient, small beside a model
-
-
-@dataclass(frozen=True)
-class Tags:
-    """How one parameter's gradient is reduced; see the module's table."""
-
-    owner: Literal["dense", "expert"] = "dense"
-    model: Literal["sharded", "full", "partial"] = "full"
-    tied: str | None = None
+from ds_lite.tags import Tags, tags_of, whole
+from ds_lite.zero import ShardedBucket
 
 
-def tags_of(parameter: nn.Parameter) -> Tags:
-    """The tags of a parameter; dense, full and not tied unless a layer said otherwise."""
-    tags: Tags = getattr(parameter, "_ds_lite_tags", Tags())
-    return tags
+class Grid(Protocol):
+    """What the rules ask a grid, ours or a foreign one."""
 
+    global_rank: int
 
-def tag(parameter: nn.Parameter, **changes: str) -> None:
-    """Change some of a parameter's tags, e.g. `tag(weight, tied="embedding")`."""
-    parameter._ds_lite_tags = replace(tags_of(parameter), **changes)  # type: ignore[attr-defined, arg-type]
-
-
-# ------------------------------------------------------------------------------------------ buckets
-
-
-class Bucket:
-    """Parameters of one dtype whose gradients are reduced together, over one group, in one message.
-
-    Gradients are copied into a flat buffer only while they are reduced; afterwards each `.grad` is a view
-    of the reduced buffer.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, divisor: int) -> None:
-        self.parameters, self.group, self.divisor = list(parameters), group, divisor
-        self.sizes = [parameter.numel() for parameter in self.parameters]
-
-    def reduce(self) -> None:
-        """Sum over the group and divide.
-
-        Communication: one all-reduce of the bucket plus one element per parameter.
-        """
-        if comm.get_world_size(self.group) == 1:
-            return
-        flat = torch.cat([*self.flat_gradients(), self.presence()])
-        comm.all_reduce(flat, group=self.group)
-        *pieces, seen = flat.split([*self.sizes, len(self.sizes)])
-        if self.divisor != 1:
-            flat.div_(self.divisor)
-        for parameter, piece, has_gradient in zip(self.parameters, pieces, seen.tolist(), strict=True):
-            parameter.grad = piece.view_as(parameter) if has_gradient > 0 else None
-
-    def flat_gradients(self) -> list[Tensor]:
-        """One 1-D gradient per parameter, zeros for a missing one."""
-        return [
-            torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-            if p.grad is None
-            else (p.grad.to_dense() if p.grad.is_sparse else p.grad).reshape(-1)
-            for p in self.parameters
-        ]
-
-    def presence(self) -> Tensor:
-        """One element per parameter: 1 if this rank has a gradient for it."""
-        flags = [float(parameter.grad is not None) for parameter in self.parameters]
-        return torch.tensor(flags, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
-
-    def owned(self, is_owner: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """The gradients that this rank counts in the norm: those it owns among its replicas."""
-        if comm.get_rank(self.group) != 0:
-            return []
-        return [p.grad for p in self.parameters if p.grad is not None and is_owner(p)]
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply every gradient held here."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
-
-    def full(self, parameter: nn.Parameter) -> Tensor | None:
-        """The whole gradient of one parameter."""
-        return None if parameter.grad is None else parameter.grad.detach().clone()
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-def group_by_kind(
-    parameters: Iterable[nn.Parameter], max_elements: int = MAX_BUCKET_ELEMENTS
-) -> list[list[nn.Parameter]]:
-    """Cut parameters into runs that may share one flat buffer: same dtype, device and tags, bounded size."""
-    runs: list[list[nn.Parameter]] = []
-    open_runs: dict[tuple[object, ...], tuple[list[nn.Parameter], int]] = {}
-    for parameter in parameters:
-        kind = (parameter.dtype, parameter.device, tags_of(parameter))
-        run, filled = open_runs.get(kind, ([], 0))
-        if not run or filled + parameter.numel() > max_elements:
-            run, filled = [], 0
-            runs.append(run)
-        run.append(parameter)
-        open_runs[kind] = (run, filled + parameter.numel())
-    return runs
-
-
-# ---------------------------------------------------------------------------------------- gradients
+    def size(self, *axes: str) -> int: ...
+    def coordinate(self, axis: str) -> int: ...
+    def group(self, *axes: str) -> ProcessGroup: ...
 
 
 @dataclass(frozen=True)
@@ -142,47 +54,94 @@ class Tie:
     group: ProcessGroup
 
 
-class Gradients:
-    """Reduce, norm, clip and clear the gradients of one engine, by the tags of its parameters.
+class Routes:
+    """From a parameter's tags to its groups, for one grid and the ties of one module."""
 
-    `buckets` together hold every trainable parameter once; `zero.py` brings buckets that keep shards.
+    def __init__(self, grid: Grid, ties: Sequence[Tie]) -> None:
+        self._grid, self._ties = grid, {tie.key: tie for tie in ties}
+
+    def of(self, tags: Tags) -> Route:
+        """The row of the module's table that these tags select.
+
+        Raises: ValueError for an owner that nothing here reduces.
+        """
+        if tags.owner != "dense":
+            raise ValueError(
+                f"parameters owned by {tags.owner!r} are not yet reduced here; leave the layer out (§9.4)"
+            )
+        grid, tie = self._grid, self._ties.get(tags.tied) if tags.tied is not None else None
+        is_owner = tags.model == "sharded" or grid.coordinate("model") == 0
+        return Route(
+            data=grid.group("data", "seq"),
+            divisor=grid.size("data", "seq"),
+            partial=grid.group("model") if tags.model == "partial" else None,
+            tie=tie.group if tie is not None else None,
+            is_counted=is_owner and (tie is None or tie.ranks[0] == grid.global_rank),
+        )
+
+
+class Gradients:
+    """Reduce, norm, clip and clear the gradients of one engine.
+
+    `buckets` together hold every trainable parameter once. `loss_scale` is what the loss was multiplied by;
+    norms and whole gradients are reported without it.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], buckets: Sequence[Bucket], ties: Sequence[Tie]
-    ) -> None:
-        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: Sequence[Bucket]) -> None:
+        self._all = dict(named)
+        self._parameters = {name: p for name, p in self._all.items() if p.requires_grad}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
         self.buckets = list(buckets)
+        self.loss_scale = 1.0
         missing = [name for name, p in self._parameters.items() if id(p) not in self._bucket_of]
         assert not missing, f"parameters in no bucket: {missing}"
-        self._ties = {tie.key: tie for tie in ties}
-        shared = [p for p in self._parameters.values() if self._is_shared(p)]
-        shared.sort(key=lambda p: str(tags_of(p).tied))  # stages may meet the keys in different orders
-        self._tie_buckets = [
-            Bucket(run, self._ties[str(tags_of(run[0]).tied)].group, divisor=1)
-            for run in group_by_kind(shared)
-        ]
+        # Stages may meet the keys of ties in different orders, so all of them go by the sorted keys.
+        tied = [bucket for bucket in self.buckets if bucket.route.tie is not None]
+        self._tied = sorted(tied, key=lambda bucket: str(tags_of(bucket.parameters[0]).tied))
+        self._eager = _EagerScatter(self._as_they_fill())
 
-    def _is_shared(self, parameter: nn.Parameter) -> bool:
-        return tags_of(parameter).tied in self._ties
+    def _as_they_fill(self) -> list[ShardedBucket]:
+        """Sharded buckets in the order in which backward, from the last layer to the first, fills them."""
+        place = {id(parameter): index for index, parameter in enumerate(self._all.values())}
+        sharded = [bucket for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
+        return sorted(sharded, key=lambda b: min(place.get(id(p), -1) for p in b.parameters), reverse=True)
 
-    def _is_owner(self, parameter: nn.Parameter) -> bool:
-        """The lowest stage of a tie owns it; anything else is owned where it is."""
-        tie = self._ties.get(str(tags_of(parameter).tied))
-        return tie is None or tie.ranks[0] == comm.get_rank()
+    def has_any(self) -> bool:
+        """After `reduce`: whether any parameter has a gradient."""
+        return any(any(bucket.seen) for bucket in self.buckets)
 
     def names(self) -> list[str]:
         """The trainable parameters of this rank, by their names in the module."""
         return list(self._parameters)
 
+    def expect(self, num_micro_batches: int) -> None:
+        """A batch begins whose backwards are agreed with the data peers, one by one (ZeRO-2)."""
+        self._eager.expect(num_micro_batches)
+
+    def collect(self) -> None:
+        """Take in what one backward left; every engine calls it after each backward (ZeRO-2)."""
+        self._eager.flush()
+
+    def leave(self, error: Exception) -> None:
+        """Tell the data peers, if they will wait for this rank in a reduction, that it gives up the batch."""
+        self._eager.leave(error)
+
     def sum_tied(self) -> None:
-        """Sum each tied module's gradients over the stages that use it; keys in sorted order everywhere."""
-        for bucket in self._tie_buckets:
-            bucket.reduce()
+        """Sum each tied module's gradients over the stages that use it."""
+        for bucket in self._tied:
+            bucket.sum_tied()
 
     def reduce(self) -> None:
-        """Average over the data axis: summed there, divided by its size."""
+        """Make every gradient whole over the model axis and average it over the data axis.
+
+        Raises: ValueError for a parameter that became trainable after the engine was made.
+        """
+        late = [name for name, p in self._all.items() if p.requires_grad and id(p) not in self._bucket_of]
+        if late:
+            raise ValueError(
+                f"{', '.join(late)} became trainable after initialize; set requires_grad before it, or make "
+                f"a new engine (§9.1)"
+            )
         for bucket in self.buckets:
             bucket.reduce()
 
@@ -191,31 +150,104 @@ class Gradients:
 
         Communication: one all-reduce of one number over the world.
         """
-        owned = [gradient for bucket in self.buckets for gradient in bucket.owned(self._is_owner)]
-        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for dtype in {gradient.dtype for gradient in owned}:
-            alike = [gradient for gradient in owned if gradient.dtype == dtype]
-            square += torch.nn.utils.get_total_norm(alike).double().square()
+        square = torch.zeros((), dtype=torch.float64, device=comm.device_of_this_rank())
+        for bucket in self.buckets:
+            if (counted := bucket.counted()) is not None:
+                square += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
         comm.all_reduce(square)
-        return square.sqrt()
+        return square.sqrt() / self.loss_scale
 
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients so that their common norm is at most `max_norm`."""
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1:
+    def unscale_and_clip(self, max_norm: float, norm: Tensor) -> None:
+        """Take the loss scale out, and shrink all gradients to a norm of at most `max_norm` (0: any)."""
+        factor = torch.ones_like(norm)
+        if max_norm > 0:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor / self.loss_scale
+        if factor != 1:
             for bucket in self.buckets:
                 bucket.scale_(factor)
 
-    def full(self, name: str) -> Tensor | None:
-        """The whole gradient of one parameter of this stage; None if no rank had one.
+    def publish(self) -> None:
+        """Bring what the optimizer stepped into the parameters of every rank."""
+        for bucket in self.buckets:
+            bucket.publish()
 
-        Communication: an all-gather over the data axis under ZeRO, so all its ranks ask together.
+    def full(self, name: str) -> Tensor | None:
+        """The whole gradient of one parameter of this rank's stage; None if no rank had one.
+
+        Communication: all-gathers over the data axis under ZeRO and over the model axis for a parameter that
+        was cut, so all these ranks ask together.
         """
         parameter = self._parameters[name]
-        return self._bucket_of[id(parameter)].full(parameter)
+        gradient = self._bucket_of[id(parameter)].full(parameter)
+        return None if gradient is None else whole(parameter, gradient) / self.loss_scale
 
     def clear(self) -> None:
         """Forget all gradients, before the next step."""
         for bucket in self.buckets:
             bucket.clear()
+        self._eager.expect(0)
+
+
+class _EagerScatter:
+    """ZeRO-2: scatter buckets during backward, in one order on all data ranks, whichever is full first.
+
+    Where an engine says how many backwards a batch has, every scatter is agreed first: a replica that failed
+    raises on its peers what it would otherwise hang them with.
+    """
+
+    def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.stage == 2]
+        self._next = self._awaited = 0
+        itself = weakref.ref(self)
+        for bucket in self._buckets:
+            bucket.when_full = lambda: _advance(itself)
+
+    def expect(self, num_backwards: int) -> None:
+        self._next, self._awaited = 0, num_backwards * len(self._buckets)
+
+    def advance(self) -> None:
+        """Scatter the next buckets as far as they are full."""
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full():
+            self._scatter_next()
+
+    def flush(self) -> None:
+        """After a backward: scatter what is left, full or not.
+
+        Raises: RuntimeError if a gradient arrived after its bucket was scattered.
+        """
+        while self._next < len(self._buckets):
+            self._scatter_next()
+        self._next = 0
+        if any(bucket.has_arrivals() for bucket in self._buckets):
+            raise RuntimeError(
+                "a parameter got a gradient twice in one backward, as reentrant checkpointing does; with "
+                "zero_optimization.stage=2 use non-reentrant checkpointing, ds_lite.checkpointing (§9.1)"
+            )
+
+    def _scatter_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._awaited:
+            self._awaited -= 1
+            self._agree(None, bucket)
+        bucket.scatter()
+
+    def _agree(self, error: Exception | None, bucket: ShardedBucket) -> None:
+        try:
+            raise_together(error, group=bucket.route.data)
+        except Exception:
+            self._awaited = 0  # nobody of this group waits any more
+            raise
+
+    def leave(self, error: Exception) -> None:
+        if self._awaited:
+            bucket = self._buckets[self._next % len(self._buckets)]
+            with suppress(Exception):  # the caller goes on to raise its own
+                self._agree(error, bucket)
+
+
+def _advance(scatter: weakref.ref[_EagerScatter]) -> None:
+    owner = scatter()
+    if owner is not None:
+        owner.advance()

@@ -21,6 +21,7 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("data", "seq"),
     ("pipe", "model"),
+    ("data", "seq", "model"),
 )
 
 

@@ -1,157 +1,231 @@
-"""ZeRO: optimizer states divided over the data axis (§9.1 §9.3).
+"""ZeRO: optimizer states, then gradients, divided over the data axis (§9.1 §9.3).
 
-Stage 1. The parameters of one kind live in one flat buffer, cut into dp equal shards. Gradients are
-reduce-scattered, so that each rank receives the sum of its own shard only; the optimizer sees that shard
-and keeps states for nothing else; an all-gather brings the new values to everyone. The same bytes move as
-in an all-reduce of the gradients.
+The values of the parameters of one kind live in one flat buffer, cut into dp equal shards. The optimizer sees
+this rank's shard and keeps states for nothing else; an all-gather brings the new values to everyone.
 
-The optimizer's parameters become views of the shard, one per parameter that crosses it: a parameter without
-a gradient is skipped there exactly as in one process, and an optimizer step stays a foreach over views.
+    stage 1   full gradients accumulate; one reduce-scatter a step gives each rank the sum of its shard
+    stage 2   every backward reduce-scatters a bucket as soon as it is full, adds the result to the shard and
+              drops the bucket: one bucket is under way, or one for each parameter group where these
+              interleave; a step costs m reduce-scatters
+
+With stage 1 the same bytes move as in an all-reduce of the gradients. A tie is summed over its stages before
+the reduce-scatter in stage 1 and on the shard in stage 2; both are the same sum because the tied parameters
+have a buffer of their own, with the same layout on every stage.
+
+The optimizer's parameters are views of the shard, one per parameter that crosses it: a parameter without a
+gradient is skipped there exactly as in one process, and an optimizer step stays a foreach over views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
-from ds_lite.comm import ProcessGroup
-from ds_lite.gradients import Bucket, group_by_kind
-
-_STATE_FROM_THE_START = ("Adagrad",)
-# These look at whole matrices or at all parameters at once; on a shard they compute something else.
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-
-
-@dataclass
-class Piece:
-    """The part of one parameter that lies in this rank's shard; `shard` is a view that is optimized."""
-
-    index: int
-    start: int
-    stop: int
-    shard: nn.Parameter
+from ds_lite.buckets import Bucket, Piece, Route, versions
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose values are one flat buffer and whose reduced gradients exist as this rank's shard."""
+    """A bucket whose reduced gradients exist as this rank's shard only; `stage` is 1 or 2.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, divisor: int) -> None:
-        super().__init__(parameters, group, divisor)
-        ranks, rank = comm.get_world_size(group), comm.get_rank(group)
-        self.shard_size = -(-sum(self.sizes) // ranks)
-        self.padding = self.shard_size * ranks - sum(self.sizes)
+    `dtype` is that of the shard's values and of all accumulation, where it is not the parameters' own.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        route: Route,
+        dtype: torch.dtype | None = None,
+        *,
+        stage: int,
+    ) -> None:
+        super().__init__(parameters, route, dtype)
+        self.stage = stage
+        self.keeps_views = self.keeps_views and stage == 1
+        ranks, rank = comm.get_world_size(route.data), comm.get_rank(route.data)
+        self.shard_size = -(-self.count // ranks)
+        self.padding = self.shard_size * ranks - self.count
         self.start = rank * self.shard_size
-        self.flat = self._move_into_one_buffer()
-        self.pieces = list(self._cut(self.start, self.start + self.shard_size))
-        self.gradient: Tensor | None = None
-        self.seen = [0.0] * len(self.sizes)  # replicas that had a gradient, by parameter
+        self.values = self._move_into_one_buffer()
+        own = self.values[self.start : self.start + self.shard_size]
+        self.shard = own if own.dtype == self.dtype else own.to(self.dtype)
+        self.pieces = self._cut()
+        self._versions = versions(self.parameters)
+        self.incoming: Tensor | None = None  # stage 2: sums of the micro-batches so far; then the flags
+        self.gradient: Tensor | None = None  # of the shard, reduced
+        self.when_full: Callable[[], None] | None = None  # stage 2: told when every gradient has arrived
+        self._arrived: set[int] = set()
+        self._had = [False] * len(self.sizes)  # what an earlier reduction of this step has in the shard
 
     def _move_into_one_buffer(self) -> Tensor:
-        first = self.parameters[0]
-        flat = torch.zeros(sum(self.sizes) + self.padding, dtype=first.dtype, device=first.device)
-        for parameter, place in zip(self.parameters, flat.split([*self.sizes, self.padding]), strict=False):
-            place.copy_(parameter.detach().reshape(-1))
-            parameter.data = place.view_as(parameter)
-        return flat
+        values = self.parameters[0].detach().new_zeros(self.count + self.padding)
+        for parameter, place in zip(self.parameters, values.split([*self.sizes, self.padding]), strict=False):
+            _move(parameter, place)
+        return values
 
-    def _cut(self, start: int, stop: int) -> list[Piece]:
+    @torch.no_grad()
+    def follow(self) -> None:
+        """What somebody wrote into the parameters counts, also where he gave them another storage."""
+        homes = self.values.split([*self.sizes, self.padding])
+        changed = set()
+        for index, (parameter, home) in enumerate(zip(self.parameters, homes, strict=False)):
+            if parameter.data_ptr() != home.data_ptr() and parameter.numel():
+                _move(parameter, home)
+                changed.add(index)
+            elif parameter._version != self._versions[index]:
+                changed.add(index)
+        for piece in self.pieces if self.dtype != self.values.dtype else ():
+            if piece.index in changed:
+                piece.target.copy_(homes[piece.index][piece.start : piece.stop])
+        self._versions = versions(self.parameters)
+
+    def _cut(self) -> list[Piece]:
+        """One piece for each parameter that reaches into the shard."""
         pieces, offset = [], 0
         for index, size in enumerate(self.sizes):
-            low, high = max(start, offset), min(stop, offset + size)
+            low, high = max(self.start, offset), min(self.start + self.shard_size, offset + size)
             if low < high:
-                pieces.append(Piece(index, low, high, nn.Parameter(self.flat[low:high])))
+                target = nn.Parameter(self.shard[low - self.start : high - self.start])
+                pieces.append(Piece(index, low - offset, high - offset, target))
             offset += size
         return pieces
+
+    # ------------------------------------------------------------------------------- during backward
+
+    def take(self, index: int) -> None:
+        super().take(index)
+        self._arrived.add(index)
+        if self.when_full is not None and self.is_full():
+            self.when_full()
+
+    def is_full(self) -> bool:
+        """Stage 2: every parameter's gradient of this backward is here."""
+        return len(self._arrived) == len(self.parameters)
+
+    def has_arrivals(self) -> bool:
+        """Stage 2: some gradient waits to be scattered."""
+        return bool(self._arrived)
+
+    def scatter(self) -> None:
+        """Stage 2: reduce-scatter what this backward brought, add it to the shard, drop the rest.
+
+        Communication: one reduce-scatter of the bucket, also when this rank has nothing for it.
+        """
+        full = self._look_again()[: self.count + self.padding]
+        shard = self._reduce_scatter(full, room=len(self.sizes))
+        self._drop()
+        self.incoming = shard if self.incoming is None else self.incoming.add_(shard)
+
+    def _reduce_scatter(self, full: Tensor, room: int) -> Tensor:
+        """This rank's shard of the sum, with `room` zeros behind it."""
+        shard = full.new_zeros(self.shard_size + room)
+        if self.shard_size:
+            comm.reduce_scatter_tensor(shard[: self.shard_size], full, group=self.route.data)
+        return shard
+
+    def _drop(self) -> None:
+        self.buffer, self._views = None, []
+        self._arrived.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    # ----------------------------------------------------------------------------------- reductions
+
+    def sum_tied(self) -> None:
+        """Stage 1: on the full gradients. Stage 2: on the shard."""
+        if self.stage == 1:
+            super().sum_tied()
+        elif self.route.tie is not None:
+            self._sum_over(self.route.tie, self._shard_so_far())
+
+    def _shard_so_far(self) -> Tensor:
+        if self.incoming is None:
+            room = self.shard_size + len(self.sizes)
+            self.incoming = self.values.new_zeros(room, dtype=self.dtype)
+        return self.incoming
 
     def reduce(self) -> None:
         """Each rank keeps the average of its shard; the full gradients are dropped.
 
-        Communication: one reduce-scatter of the bucket and one all-reduce of a flag per parameter.
+        Communication: stage 1 one reduce-scatter of the bucket, stage 2 none; both one all-reduce of a flag
+        per parameter, and one more (stage 2: of the shard) for partial ones.
         """
-        present = self.presence()
-        comm.all_reduce(present, group=self.group)
-        filler = self.flat.new_zeros(self.padding)
-        full = torch.cat([*self.flat_gradients(), filler])
-        for parameter in self.parameters:
-            parameter.grad = None
-        reduced = torch.empty(self.shard_size, dtype=full.dtype, device=full.device)
-        comm.reduce_scatter_tensor(reduced, full, group=self.group)
-        reduced.div_(self.divisor)
-        seen = present.tolist()
-        if self.gradient is not None:  # a second backward before the step adds to the first
-            reduced += self.gradient
-            seen = [max(new, old) for new, old in zip(seen, self.seen, strict=True)]
-        self.gradient = reduced
-        for piece in self.pieces:
-            mine = self.gradient[piece.start - self.start : piece.stop - self.start]
-            piece.shard.grad = mine if seen[piece.index] > 0 else None
-        self.seen = seen
+        self.follow()
+        buffer = self._look_again() if self.stage == 1 else self._shard_so_far()
+        if self.route.partial is not None:
+            self._sum_partial(buffer)
+        flags = self._write_flags(buffer)
+        comm.all_reduce(flags, group=self.route.data)
+        self.seen = [count > 0 or old for count, old in zip(flags.tolist(), self._had, strict=True)]
+        self._had = self.seen
+        if self.stage == 1:
+            shard = self._reduce_scatter(buffer[: self.count + self.padding], room=0)
+            self._drop()
+        else:
+            shard, self.incoming = buffer[: self.shard_size], None
+        shard.div_(self.route.divisor)
+        # A second backward before the step adds to the first.
+        self.gradient = shard if self.gradient is None else self.gradient.add_(shard)
+        self._has_reduced = True
+        self._hand_out()
 
-    def gather(self) -> None:
-        """Bring every rank's updated shard into the flat buffer, which the parameters are views of."""
-        mine = self.flat[self.start : self.start + self.shard_size].clone()
-        comm.all_gather_into_tensor(self.flat, mine, group=self.group)
+    def _hand_out(self) -> None:
+        assert self.gradient is not None
+        sizes = [piece.stop - piece.start for piece in self.pieces]  # they lie side by side in the shard
+        views = self.gradient.split([*sizes, self.shard_size - sum(sizes)])
+        for piece, view in zip(self.pieces, views, strict=False):
+            piece.target.grad = view if self.seen[piece.index] else None
 
-    def owned(self, is_owner: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Every rank owns its shard, except of a tie that a lower stage owns."""
-        return [
-            piece.shard.grad
-            for piece in self.pieces
-            if piece.shard.grad is not None and is_owner(self.parameters[piece.index])
-        ]
+    # -------------------------------------------------------------------------------- after reducing
+
+    def counted(self) -> Tensor | None:
+        """Every data rank owns its shard, unless another replica counts the whole bucket."""
+        return self.gradient if self.route.is_counted else None
 
     def scale_(self, factor: Tensor) -> None:
         if self.gradient is not None:
-            self.gradient.mul_(factor.to(self.gradient.dtype))
+            self.gradient.mul_(factor.to(self.dtype))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring every rank's stepped shard into the buffer that the parameters are views of.
+
+        Communication: one all-gather of the bucket.
+        """
+        own = self.values[self.start : self.start + self.shard_size]
+        if self.shard.dtype != own.dtype:
+            own.copy_(self.shard)
+        if self.shard_size:
+            comm.all_gather_into_tensor(self.values, own, group=self.route.data)
 
     def full(self, parameter: nn.Parameter) -> Tensor | None:
-        if self.gradient is None:
+        if self.gradient is None and self.stage == 1:
             return super().full(parameter)
-        whole = torch.empty_like(self.flat)
-        comm.all_gather_into_tensor(whole, self.gradient, group=self.group)
-        index = next(i for i, other in enumerate(self.parameters) if other is parameter)
-        if not self.seen[index] > 0:
-            return None
-        return whole.split([*self.sizes, self.padding])[index].view_as(parameter).clone()
+        if self.gradient is None:
+            raise RuntimeError(
+                "with zero_optimization.stage=2 no rank has a whole gradient before the last micro-batch's "
+                "backward; ask after it and before step() (§9.1)"
+            )
+        index = self._index_of(parameter)
+        whole = self.gradient.new_empty(self.count + self.padding)
+        if self.shard_size:
+            comm.all_gather_into_tensor(whole, self.gradient, group=self.route.data)
+        return (
+            whole.split([*self.sizes, self.padding])[index].view(parameter.shape)
+            if self.seen[index]
+            else None
+        )
 
     def clear(self) -> None:
         super().clear()
-        self.gradient = None
-        for piece in self.pieces:
-            piece.shard.grad = None
+        self.incoming = self.gradient = None
+        self._had = [False] * len(self.sizes)
+        self._arrived.clear()
 
 
-def shard_optimizer(
-    optimizer: torch.optim.Optimizer, group: ProcessGroup, divisor: int
-) -> list[ShardedBucket]:
-    """Make `optimizer` own this rank's shards instead of whole parameters; its groups and options stay.
-
-    Raises: ValueError for an optimizer that is not elementwise or that already has state.
-    """
-    name = type(optimizer).__name__
-    if name in _STATE_FROM_THE_START:
-        raise ValueError(
-            f"optimizer {name} makes its state when it is built, before ZeRO can shard it; use "
-            f"zero_optimization.stage 0 with it, or an optimizer such as AdamW (§9.1)"
-        )
-    if name in _NOT_ELEMENTWISE:
-        raise ValueError(
-            f"optimizer {name} does not act on each element alone, so it cannot work on ZeRO shards; "
-            f"use zero_optimization.stage 0 with it, or an optimizer such as AdamW (§9.1)"
-        )
-    if optimizer.state:
-        raise ValueError(
-            f"optimizer {name} already holds state for {len(optimizer.state)} parameters; give initialize an "
-            f"optimizer that has not stepped yet, or a function that builds one (§9.1)"
-        )
-    buckets: list[ShardedBucket] = []
-    for param_group in optimizer.param_groups:
-        trainable = [parameter for parameter in param_group["params"] if parameter.requires_grad]
-        mine = [ShardedBucket(run, group, divisor) for run in group_by_kind(trainable)]
-        param_group["params"] = [piece.shard for bucket in mine for piece in bucket.pieces]
-        buckets += mine
-    return buckets
+def _move(parameter: nn.Parameter, place: Tensor) -> None:
+    """Let a parameter be a view of its place in the buffer, with the value it has."""
+    place.copy_(parameter.detach().reshape(-1))
+    parameter.data = place.view(parameter.shape)

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Mutant, failures, pipeline, reductions
+from mutants import Mutant, failures, pipeline, precision, reductions, saving, tensor_parallel
 from world import World
 
-MUTANTS = [*pipeline.MUTANTS, *reductions.MUTANTS, *failures.MUTANTS]
+MUTANTS = [
+    *pipeline.MUTANTS,
+    *reductions.MUTANTS,
+    *failures.MUTANTS,
+    *tensor_parallel.MUTANTS,
+    *precision.MUTANTS,
+    *saving.MUTANTS,
+]
 
 HERE = Path(__file__).parent
 OPTIONS = {"tied", "clip", "interval", "zero", "kind", "optimizer"}
@@ -73,7 +80,7 @@ def narrowed(arguments: dict[str, Any], mutant: Mutant) -> dict[str, Any]:
     assert fitting, f"{mutant.killer} has no case with {mutant.needs}"
 
     def cost(case: Any) -> tuple[int, int]:
-        return case.num_micro_batches, sum(1 for option in OPTIONS if getattr(case, option))
+        return case.num_micro_batches, sum(1 for option in OPTIONS if getattr(case, option, None))
 
     return {**arguments, "cases": [min(fitting, key=cost)]}
 

@@ -186,7 +186,7 @@ OPTIONS = {
     "tied": (False, True),
     "clip": (0.0, 0.05),
     "interval": (0, 2),
-    "zero": (0, 1),
+    "zero": (0, 1, 2),
     "kind": ("tensor", "tuple"),
     "optimizer": ("SGD", "AdamW"),
 }

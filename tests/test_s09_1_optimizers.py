@@ -39,7 +39,7 @@ class Idle(nn.Module):
 
 def decay_and_idle(rank: int, impl: Any, stages: int, replicas: int) -> None:
     layers = [Idle(linear(INPUTS, HIDDEN, 1)), nn.Tanh(), Idle(linear(HIDDEN, OUTPUTS, 2)), nn.Identity()]
-    for zero in (0, 1):
+    for zero in (0, 1, 2):
         for optimizer in ("AdamW", "Adam", "RMSprop", "NAdam"):
             truth = train_and_compare(
                 impl, layers, stages, 2, replicas=replicas, zero=zero, optimizer=optimizer, lr=1e-3, steps=3
@@ -82,7 +82,7 @@ def groups_and_momentum(rank: int, impl: Any) -> None:
     truth = one_process(layers, mean_squared, batch, lr=0.0, **options)
     plain = one_process(layers, mean_squared, batch, lr=0.2, clip=0.5, steps=3)
     assert differs(truth.weights["0.bias"], plain.weights["0.bias"]), "control: the groups do nothing"
-    for zero in (0, 1):
+    for zero in (0, 1, 2):
         import ds_lite
 
         pipeline = make_pipeline(impl, layers, 2, 2, zero=zero, clip=0.5)

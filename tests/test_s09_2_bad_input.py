@@ -132,10 +132,10 @@ REFUSALS = {
     ),
     "axis that is not built": Refusal(
         lambda: ds_lite.initialize(
-            model=build(num_stages=None, topology=ProcessTopology(["pipe", "model"], [1, 2])),
+            model=build(num_stages=None, topology=ProcessTopology(["pipe", "seq"], [1, 2])),
             config={**ONE, **SGD},
         ),
-        r"axis model=2 is not yet supported; use pipe and data",
+        r"axis seq=2 is not yet supported; use pipe, data and model",
         (2,),
     ),
     # layers
@@ -204,16 +204,20 @@ REFUSALS = {
     ),
     "config that is a number": Refusal(lambda: start(3), r"config is a int; pass a dict", kind=TypeError),
     "no such file": Refusal(lambda: start("no/such.json"), r"no/such.json: cannot be read: No such file"),
-    "no model": Refusal(lambda: ds_lite.initialize(config=ONE), r"initialize needs a model; pass a Pipe"),
+    "no model": Refusal(
+        lambda: ds_lite.initialize(config=ONE), r"initialize needs a model; pass a PipelineModule"
+    ),
     "other number of replicas": Refusal(
         lambda: start({**ONE, **SGD, "data_parallel_size": 7}),
         r"data_parallel_size=7 in the config, but the ranks form \d replicas; remove the key",
     ),
     "ZeRO-3": Refusal(
-        lambda: start({**ONE, **SGD, "zero_optimization": {"stage": 3}}), r"stage=3 is refused.*write 0 or 1"
+        lambda: start({**ONE, **SGD, "zero_optimization": {"stage": 3}}),
+        r"stage=3 is refused.*write 0, 1 or 2",
     ),
-    "half precision": Refusal(
-        lambda: start({**ONE, **SGD, "fp16": {"enabled": True}}), r"fp16.enabled=true is not yet built"
+    "two precisions": Refusal(
+        lambda: start({**ONE, **SGD, "fp16": {"enabled": True}, "bf16": {"enabled": True}}),
+        r"fp16.enabled and bf16.enabled are both true; keep one",
     ),
     # optimizer and schedule
     "optimizer with a typo": Refusal(
@@ -341,7 +345,7 @@ def _contradicting_mpu(rank: int) -> None:
 
 
 def test_an_mpu_that_contradicts_on_some_ranks_is_refused_on_all(world: Any) -> None:
-    match = r"mpu.get_data_parallel_rank\(\) is \d but the PipelineModule's grid says \d.*\(§9.7\)$"
+    match = r"get_data_parallel_(rank|group)\(\) is .* but the PipelineModule's grid says .*\(§9.7\)$"
     world.raises(ValueError, match, _contradicting_mpu, 4)
 
 

@@ -133,13 +133,13 @@ def test_keys_that_change_nothing_are_listed_once_each_by_dotted_name():
     config = load_config(
         {
             "wandb": {"anything": {"goes": 1}},
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8},
+            "zero_optimization": {"stage": 1, "allgather_bucket_size": 5e8},
             "pipeline": {"stages": "auto", "pipe_partitioned": True, "activation_checkpoint_interval": 1},
         }
     )
     assert config.unused == [
         "wandb",
-        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
         "pipeline.stages",
         "pipeline.pipe_partitioned",
     ]
@@ -154,7 +154,7 @@ def test_the_spellings_of_the_chapter_are_accepted():
             "sequence_parallel_size": 4,
         }
     )
-    assert config.tensor_parallel.degree == 4 and config.unused == []
+    assert config.tensor_parallel.degree == 4 and config.unused == ["tensor_parallel.tp_grain_size"]
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,10 @@ def test_something_other_than_a_config_is_a_type_error(config):
 @pytest.mark.parametrize(
     "config,message",
     [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2 is not yet"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 is refused"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled=true is not yet"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled=true is not yet"),
-        ({"bfloat16": {"enabled": True}}, "bf16.enabled=true is not yet"),
-        ({"tensor_parallel": {"tp_size": 2}}, "tensor_parallel with 2 ranks is not yet"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel with 2 ranks is not yet"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel with 2 ranks is not yet"),
+        ({"tensor_parallel": {"preset_model": "llama"}}, "tensor_parallel.preset_model is not yet"),
+        ({"tensor_parallel": {"partition_config": {}}}, "tensor_parallel.partition_config is not yet"),
+        ({"tensor_parallel": {"tp_overlap_comm": True}}, "tp_overlap_comm=true is not yet"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 is not yet"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=true is not yet"),
         ({"compile": {"passes": ["z1"]}}, r"compile.passes=\['z1'\] is not yet"),
@@ -318,6 +314,16 @@ def test_what_is_not_built_is_understood_and_then_refused(config, message):
 
 
 def test_what_is_off_or_built_is_not_refused():
-    off = {"fp16": {"enabled": False}, "tensor_parallel": {"tp_size": 1}, "sequence_parallel_size": 1}
-    loaded = load_config(off | {"zero_optimization": {"stage": 1}, "compile": {}})
-    assert refuse_what_is_not_built(loaded) is None and loaded.zero_optimization.stage == 1
+    off = {"fp16": {"enabled": False}, "sequence_parallel_size": 1, "compile": {}}
+    for on in ({"tensor_parallel": {"tp_size": 2}}, {"zero_optimization": {"stage": 2}}):
+        assert refuse_what_is_not_built(load_config(off | on)) is None
+    for on in ({"bf16": {"enabled": True}}, {"bfloat16": {"enabled": True}}, {"fp16": {"enabled": True}}):
+        assert refuse_what_is_not_built(load_config(on)) is None
+
+
+@pytest.mark.parametrize(
+    "block,degree", [({"tp_size": 2}, 2), ({"autotp_size": 4}, 4), ({"tp": {"tp_size": 3}}, 3), ({}, 1)]
+)
+def test_both_spellings_of_the_tensor_parallel_degree_are_read(block, degree):
+    tensor_parallel = load_config({"tensor_parallel": block}).tensor_parallel
+    assert tensor_parallel.degree == degree and tensor_parallel.is_given == bool(block)

@@ -67,7 +67,7 @@ def gradients_twice(rank: int, impl: Any) -> None:
     ]
     batch = make_batch(2)
     truth = one_process(layers, mean_squared, batch, lr=0.1)
-    for zero in (0, 1):
+    for zero in (0, 1, 2):
         pipeline = make_pipeline(impl, layers, 2, 2, zero=zero)
         for _ in range(2):
             pipeline.compute_gradients(iter(batch))
@@ -213,7 +213,7 @@ def two_backwards(rank: int) -> None:
     truth = one_process(
         [linear(INPUTS, OUTPUTS, 1)], lambda o, y: mean_squared(o, y) + o.exp().sum(), batch, lr=0.1
     )
-    for zero in (0, 1):
+    for zero in (0, 1, 2):
         engine = plain_engine(1, zero)
         outputs = engine(batch[rank][0])
         engine.backward(mean_squared(outputs, batch[rank][1]), retain_graph=True)

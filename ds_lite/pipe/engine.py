@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_lite.agreement import raise_together
 from ds_lite.config_keys import DSConfig
-from ds_lite.data import RepeatingLoader, take_micro_batches
+from ds_lite.data import RepeatingLoader, different_data, take_micro_batches
 from ds_lite.engine import Engine
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.pipe.instructions import (
@@ -75,7 +75,8 @@ class PipelineEngine(Engine):
         self.num_stages, self.stage_id = grid.get_pipe_parallel_world_size(), grid.get_stage_id()
         previous = None if self.is_first_stage() else self._link(self.stage_id - 1)
         following = None if self.is_last_stage() else self._link(self.stage_id + 1)
-        self.stage = Stage(module, previous, following, self.device)
+        input_dtype = self.dtype if self._casts_inputs else None
+        self.stage = Stage(module, previous, following, self.device, input_dtype)
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         self._has_agreed = False
@@ -122,7 +123,8 @@ class PipelineEngine(Engine):
         if not self.module.training:  # a layer that the caller set to eval alone stays there
             self.module.train()
         schedule = self._train_schedule()
-        self.stage.start(schedule.num_pipe_buffers(), self.micro_batches)
+        self.stage.start(schedule.num_pipe_buffers(), self.micro_batches, scaled=self.scaler.scaled)
+        self.gradients.expect(self.micro_batches)
         with self._failing_together():
             self._exec_schedule(schedule, without)
             self.stage.finish()
@@ -140,7 +142,9 @@ class PipelineEngine(Engine):
             if self._has_agreed:
                 raise
             self._has_agreed = True
-            cause = self.stage.tell_neighbours(error)
+            cause = self.stage.announce(error)
+            self.gradients.leave(cause)  # before the neighbours: each may wait for the other
+            self.stage.drain(error)
         raise_together(cause)
 
     def _agree(self) -> None:
@@ -226,6 +230,10 @@ class PipelineEngine(Engine):
             except Exception as failure:  # from the user's loader: anything; raised again on every rank
                 error = failure
             raise_together(error, micro_batches=count, training=int(training))
+            if not self._has_compared_data:
+                self._has_compared_data = True
+                data = list(self.stage.loaded)
+                raise_together(different_data(data, self.grid.group("model"), self.grid.ranks("model")))
 
     # ------------------------------------------------------------------------------------ the dispatch
 
@@ -270,6 +278,10 @@ class PipelineEngine(Engine):
         link = links.get(kind)
         return -1 if link is None else link.peer
 
+    def _exec_backward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
+        self.stage.backward(self.stage.buffers[buffer_id])
+        self.gradients.collect()
+
     def _exec_reduce_tied_grads(self) -> None:
         self._agree()
         self.gradients.sum_tied()
@@ -287,7 +299,7 @@ class PipelineEngine(Engine):
         ReduceTiedGrads: _exec_reduce_tied_grads,
         LoadMicroBatch: _on_buffer(Stage.load),
         ForwardPass: _on_buffer(Stage.forward),
-        BackwardPass: _on_buffer(Stage.backward),
+        BackwardPass: _exec_backward_pass,
         SendActivation: _on_buffer(Stage.send_activation),
         RecvActivation: _on_buffer(Stage.recv_activation),
         SendGrad: _on_buffer(Stage.send_gradient),
@@ -341,6 +353,9 @@ class PipelineEngine(Engine):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError("a pipeline engine has no backward(); train_batch() does the whole step (§9.2)")
+
+    def no_sync(self) -> Any:
+        raise PipelineError("a pipeline engine has no no_sync(); train_batch() reduces once a batch (§9.2)")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         raise PipelineError("a pipeline engine has no step(); train_batch() does the whole step (§9.2)")

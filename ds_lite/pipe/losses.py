@@ -41,14 +41,19 @@ def reduced(per_micro_batch: list[Losses], group: ProcessGroup, how: str | None)
         return ()
     if how == "avg":
         mine = [torch.stack(kind).double().mean() for kind in zip(*per_micro_batch, strict=True)]
-        dtypes = [loss.dtype for loss in per_micro_batch[0]]
+        dtypes = [_dtype_of_a_mean(loss) for loss in per_micro_batch[0]]
     else:
         mine = [loss.double() for losses in per_micro_batch for loss in losses]
-        dtypes = [loss.dtype for losses in per_micro_batch for loss in losses]
+        dtypes = [_dtype_of_a_mean(loss) for losses in per_micro_batch for loss in losses]
     sums = torch.stack(mine)
     comm.all_reduce(sums, group=group)
     means = sums / comm.get_world_size(group)
     return tuple(mean.to(dtype) for mean, dtype in zip(means, dtypes, strict=True))
+
+
+def _dtype_of_a_mean(loss: Tensor) -> torch.dtype:
+    """The loss's own; a count, such as of hits, has a mean that is not a whole number."""
+    return loss.dtype if loss.is_floating_point() else torch.get_default_dtype()
 
 
 def arranged(losses: Losses, how: str | None, num_micro_batches: int) -> Any:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ds_lite import checkpointing, comm
-from ds_lite.gradients import Tie, tag
+from ds_lite.agreement import raise_together
+from ds_lite.gradients import Tie
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.pipe.building import (
     LayerSpec,
@@ -29,6 +30,7 @@ from ds_lite.pipe.building import (
     set_random_seed,
 )
 from ds_lite.pipe.partition import partition_layers
+from ds_lite.tags import tag
 from ds_lite.topology import PipeDataParallelTopology, ProcessTopology
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
@@ -85,6 +87,7 @@ class PipelineModule(nn.Module):
         self.micro_offset = 0
         self._specs = check_layers(layers, type(self))
         self._topology = _agreed_topology(num_stages, topology)
+        self.has_given_topology = topology is not None
         self.num_stages = max(1, self._topology.get_dim("pipe"))
         self.global_rank = comm.get_rank()
         coord = self._topology.get_coord(self.global_rank)
@@ -129,14 +132,25 @@ class PipelineModule(nn.Module):
             if spec.key not in self.tied_modules:
                 module = spec.build()
                 self.tied_modules[spec.key] = module
-                for parameter in module.parameters():
-                    tag(parameter, tied=spec.key)
+                self.tag_parameters()
             tied = self.tied_modules[spec.key]
             return tied if spec.forward_fn is None else partial(spec.forward_fn, tied)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
             self.add_module(str(index), layer)
         return layer
+
+    def tag_parameters(self) -> None:
+        """Say which parameters are tied, and by which key."""
+        for key, module in self.tied_modules.items():
+            for parameter in module.parameters():
+                tag(parameter, tied=key)
+
+    def parameters_elsewhere(self) -> list[nn.Parameter]:
+        """Those of layers that were given as modules and belong to other stages only."""
+        here = {id(parameter) for parameter in self.parameters()}
+        layers = [spec for spec in self._specs if isinstance(spec, nn.Module)]
+        return [p for layer in layers for p in layer.parameters() if id(p) not in here]
 
     def bind(self, grid: PipelineParallelGrid) -> None:
         """Take the groups of `grid`: make the groups of the ties and start tied copies equal.
@@ -154,6 +168,8 @@ class PipelineModule(nn.Module):
             if group is None:
                 continue
             self._ties.append(Tie(key, tuple(ranks), group))
+            trainable = [p.requires_grad for p in self.tied_modules[key].parameters()]
+            raise_together(None, group, trainable_parameters_of_a_tie=sum(trainable))
             for tensor in [*self.tied_modules[key].parameters(), *self.tied_modules[key].buffers()]:
                 comm.broadcast(tensor.detach(), src=ranks[0], group=group)
 
@@ -205,6 +221,19 @@ class PipelineModule(nn.Module):
     def topology(self) -> ProcessTopology:
         """The topology that fixes this module's stage."""
         return self._topology
+
+    def take_topology(self, topology: ProcessTopology) -> None:
+        """Refine a topology that `num_stages` alone left open; the stages stay the same ranks.
+
+        Raises: ValueError if this rank would be on another stage.
+        """
+        stage_id = getattr(topology.get_coord(self.global_rank), "pipe", 0)
+        if topology.get_dim("pipe") != self.num_stages or stage_id != self.stage_id:
+            raise ValueError(
+                f"this rank built stage {self.stage_id} of {self.num_stages} and the new topology says stage "
+                f"{stage_id} of {topology.get_dim('pipe')}; keep pipe the outermost axis (§9.11)"
+            )
+        self._topology = topology
 
     def mpu(self) -> PipelineParallelGrid:
         """The grid, which speaks the mpu protocol; there is one after `initialize`."""

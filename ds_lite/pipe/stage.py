@@ -8,6 +8,7 @@ what backward leaves in their `.grad` is what the previous stage receives.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from ds_lite.agreement import RemoteError
-from ds_lite.data import to_device
+from ds_lite.data import cast_floats, to_device
 from ds_lite.pipe.losses import split_losses
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import Arriving, Message, NeighbourError, Pending, StageLink, can_travel
 
 _GRADIENT_SENDS = 2  # gradient messages that may be under way at once
+
+
+def _unchanged(loss: Tensor) -> Tensor:
+    return loss
 
 
 @dataclass
@@ -51,8 +56,10 @@ class Stage:
         previous: StageLink | None,
         following: StageLink | None,
         device: torch.device,
+        input_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.previous, self.next, self.device = module, previous, following, device
+        self.input_dtype = input_dtype  # what floats in the model's inputs are cast to; None: nothing
         self.loaded: deque[tuple[Any, Any]] = deque()  # micro-batches that the iterator gave for this batch
         self._received: Counter[int] = Counter()  # messages that came in during this run, by peer
         self.losses: list[tuple[Tensor, ...]] = []  # last stage: per micro-batch, detached
@@ -62,8 +69,16 @@ class Stage:
         self.has_trained = False  # last stage: some loss of this run was differentiated
         self.failure: str | None = None  # why the messages between the stages can no longer be trusted
 
-    def start(self, num_buffers: int, num_micro_batches: int, *, compute_loss: bool = True) -> None:
-        """Make the buffers of one run of a schedule."""
+    def start(
+        self,
+        num_buffers: int,
+        num_micro_batches: int,
+        *,
+        compute_loss: bool = True,
+        scaled: Callable[[Tensor], Tensor] = _unchanged,
+    ) -> None:
+        """Make the buffers of one run of a schedule; `scaled` is what fp16 does to a loss before backward."""
+        self.scaled = scaled
         self.buffers = [Buffer() for _ in range(num_buffers)]
         self.num_micro_batches, self.compute_loss = num_micro_batches, compute_loss
         self.losses, self.last_outputs, self._received = [], None, Counter()
@@ -90,7 +105,7 @@ class Stage:
         """LoadMicroBatch: the inputs on the first stage, the labels on the last."""
         inputs, labels = self.loaded.popleft()
         if self.previous is None:
-            buffer.inputs = to_device(inputs, self.device)
+            buffer.inputs = cast_floats(to_device(inputs, self.device), self.input_dtype)
         if self.next is None:
             buffer.labels = to_device(labels, self.device)
 
@@ -101,7 +116,7 @@ class Stage:
         if self.next is None:
             self._take_loss(buffer, outputs)
         else:
-            buffer.outputs = _as_message(outputs, self.module.last_layer_name())
+            buffer.outputs = _as_message(outputs, self.module.last_layer_name(), self.device)
         if self.previous is None:
             buffer.inputs = None  # the graph keeps what it needs
 
@@ -123,7 +138,7 @@ class Stage:
         if not self.compute_loss:
             return
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
-        losses = split_losses(loss)
+        losses = tuple(value.to(self.device) for value in split_losses(loss))
         buffer.loss = losses[0] if torch.is_grad_enabled() else None
         self.losses.append(tuple(value.detach() for value in losses))
 
@@ -133,7 +148,7 @@ class Stage:
             assert buffer.loss is not None, "BackwardPass before ForwardPass"
             # The only division by m: m mean losses add up to m times the mean loss of the whole batch.
             if buffer.loss.requires_grad:  # a micro-batch without valid labels may give a plain zero
-                (buffer.loss / self.num_micro_batches).backward()
+                self.scaled(buffer.loss / self.num_micro_batches).backward()
                 self.has_trained = True
             buffer.loss = None
             return
@@ -200,26 +215,33 @@ class Stage:
             self.previous.send(Message(values, (False,) * len(values), is_tuple=True)).wait()
         return values
 
-    def tell_neighbours(self, error: Exception) -> Exception:
-        """Send the failure to both neighbours, take what they still send, and return what to raise.
+    def announce(self, error: Exception) -> Exception:
+        """Send the failure to both neighbours, without waiting, and return what to raise.
 
-        A neighbour that listens finds the error in place of a header and passes it on. One that listens no
-        more has only sends left, which end because they are taken here; its own error ends them early.
+        A neighbour that listens finds the error in place of a header and passes it on.
         """
-        heard_from = error.peer if isinstance(error, NeighbourError) else None
         cause = error.error if isinstance(error, NeighbourError) else error
         told = cause
         if not isinstance(cause, (ValueError, TypeError, RemoteError)):
             told = RemoteError(f"stage {self.module.stage_id} failed with {type(cause).__name__}: {cause}")
-        links = [link for link in (self.previous, self.next) if link is not None]
         self._news = []  # kept: nobody may ever take them
-        for link in links:
+        for link in self._links():
             with suppress(RuntimeError):  # that neighbour is gone; the other one still wants to know
                 self._news.append(link.send_error(told))
-        for link in links:
+        return cause
+
+    def drain(self, error: Exception) -> None:
+        """Take what the neighbours still send: one that listens no more has sends left that end only so.
+
+        Its own error ends them early.
+        """
+        heard_from = error.peer if isinstance(error, NeighbourError) else None
+        for link in self._links():
             if link.peer != heard_from:
                 self._take_the_rest(link)
-        return cause
+
+    def _links(self) -> list[StageLink]:
+        return [link for link in (self.previous, self.next) if link is not None]
 
     def _take_the_rest(self, link: StageLink) -> None:
         total = self.num_micro_batches if link is self.previous or torch.is_grad_enabled() else 0
@@ -230,7 +252,7 @@ class Stage:
                 return
 
 
-def _as_message(outputs: Any, layer: str) -> Message:
+def _as_message(outputs: Any, layer: str, device: torch.device) -> Message:
     """A stage's output, checked before anything is sent: a tensor or a tuple of tensors."""
     is_tuple = isinstance(outputs, (tuple, list))
     tensors = tuple(outputs) if is_tuple else (outputs,)
@@ -244,6 +266,10 @@ def _as_message(outputs: Any, layer: str) -> Message:
         if not can_travel(tensor.dtype) or tensor.layout != torch.strided:
             raise TypeError(
                 f"{place} of {layer} is {tensor.dtype}, {tensor.layout}; it cannot travel (§9.10)"
+            )
+        if tensor.device != device:
+            raise TypeError(
+                f"{place} of {layer} is on {tensor.device} and the stage on {device}; make it there (§9.10)"
             )
     flags = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors)
     return Message(tensors, flags, is_tuple)

@@ -121,15 +121,17 @@ def make_pipeline(
     optimizer: str = "SGD",
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
+    tensor_parallel: int = 1,
 ) -> Pipeline:
-    """§9.9 §9.10 Train `layers` on `num_stages` stages and world/num_stages data-parallel replicas.
+    """§9.3 §9.9 §9.10 Train `layers` on num_stages x tensor_parallel ranks, over and over in replicas.
 
     `layers` are modules, functions of one argument, and `oracles.Tied(key, module, forward)`; initial
     weights are those the modules have, and the caller's modules stay as they are. `optimizer` is a class
     name of torch.optim, built with `lr` alone. `config` is laid over the configuration that says batch
     sizes and optimizer (gradient_clipping, zero_optimization, ...), `module` are further arguments of
     PipelineModule (partition_method, activation_checkpoint_interval, ...). Gradients are not clipped
-    unless `config` says so.
+    unless `config` says so. With `tensor_parallel` > 1 the layers of `ds_lite.toy_layers` (Block, and the
+    Embedding with its `head`) are cut over that many ranks; what else there is stays whole on each.
     """
     raise NotImplementedError
 

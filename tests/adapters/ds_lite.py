@@ -69,12 +69,16 @@ def make_pipeline(
     optimizer: str = "SGD",
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
+    tensor_parallel: int = 1,
 ) -> Pipeline:
     import ds_lite
     from ds_lite.pipe.module import PipelineModule
 
+    own = copy.deepcopy(list(layers))
+    if tensor_parallel > 1:
+        own = _parallel(own)
     model = PipelineModule(
-        layers=[_given(layer) for layer in copy.deepcopy(list(layers))],
+        layers=[_given(layer) for layer in own],
         num_stages=num_stages,
         loss_fn=loss_fn,
         **(module or {}),
@@ -83,6 +87,7 @@ def make_pipeline(
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "optimizer": {"type": optimizer, "params": {"lr": lr}},
+        "tensor_parallel": {"tp_size": tensor_parallel},
         **(config or {}),
     }
     engine, *_ = ds_lite.initialize(model=model, config=settings)
@@ -115,10 +120,36 @@ class Pipeline:
         return merge_equal({name: mine.full(name) for name in mine.names()})
 
     def weights(self) -> dict[str, Tensor]:
-        return merge_equal({name: p.detach() for name, p in self.engine.module.named_parameters()})
+        from ds_lite.tags import whole
+
+        return merge_equal({name: whole(p) for name, p in self.engine.module.named_parameters()})
 
     def norm(self) -> Tensor:
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float64)
+
+
+def _parallel(layers: list[Layer]) -> list[Layer]:
+    """The tensor-parallel forms of toy layers, with the same weights; ties stay ties."""
+    from ds_lite import toy_layers
+    from ds_lite.toy_parallel import ParallelAttention, ParallelEmbedding, ParallelMLP, gathering_head
+
+    tables: dict[str, nn.Module] = {}
+
+    def cuttable(layer: Any) -> Any:
+        if isinstance(layer, Tied) and isinstance(layer.module, toy_layers.Embedding):
+            table = tables.setdefault(layer.key, cuttable(layer.module))
+            return Tied(layer.key, table, gathering_head if layer.forward is toy_layers.head else None)
+        if isinstance(layer, toy_layers.Block):
+            made = toy_layers.Block(layer.shape, ParallelAttention, ParallelMLP)
+        elif isinstance(layer, toy_layers.Embedding):
+            vocabulary, width = layer.weight.shape
+            made = ParallelEmbedding(toy_layers.Shape(width=width, num_heads=1, vocabulary=vocabulary))
+        else:
+            return layer
+        made.to(next(layer.parameters()).dtype).load_state_dict(layer.state_dict())
+        return made
+
+    return [cuttable(layer) for layer in layers]
 
 
 def merge_equal(mine: Mapping[str, Any]) -> dict[str, Any]:

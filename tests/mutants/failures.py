@@ -38,7 +38,7 @@ def ties_in_the_order_of_the_layers() -> Patch:
     def init(right: Any, self: Gradients, *args: Any) -> None:
         right(self, *args)
         place = {id(parameter): index for index, parameter in enumerate(self._parameters.values())}
-        self._tie_buckets.sort(key=lambda bucket: place[id(bucket.parameters[0])])
+        self._tied.sort(key=lambda bucket: place[id(bucket.parameters[0])])
 
     return around(Gradients, "__init__", init)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 from ds_lite import comm
+from ds_lite.buckets import Bucket
 from ds_lite.engine import Engine
-from ds_lite.gradients import Bucket, Gradients
+from ds_lite.gradients import Gradients, Routes
 from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.instructions import ReduceGrads, ReduceTiedGrads
 from ds_lite.zero import ShardedBucket
@@ -34,21 +36,21 @@ def tie_not_summed() -> Patch:
 def tie_averaged() -> Patch:
     """The gradients of a tied weight are averaged over its stages, as if these were replicas."""
 
-    def init(right: Any, self: Gradients, *args: Any) -> None:
-        right(self, *args)
-        for bucket in self._tie_buckets:
-            bucket.divisor = comm.get_world_size(bucket.group)
+    def sum_tied(right: Any, bucket: Bucket) -> None:
+        right(bucket)
+        if bucket.route.tie is not None and bucket.buffer is not None:
+            bucket.buffer.div_(comm.get_world_size(bucket.route.tie))
 
-    return around(Gradients, "__init__", init)
+    return around(Bucket, "sum_tied", sum_tied)
 
 
 @killed_by(MUTANTS, PP2, "norm of step 0: differs", section="9.9.2", tied=True)
 def tie_counted_on_each_stage() -> Patch:
     """Every copy of a tied weight enters the norm."""
-    return mock.patch.object(Gradients, "_is_owner", lambda self, parameter: True)
+    return around(Routes, "of", lambda right, self, tags: replace(right(self, tags), is_counted=True))
 
 
-@killed_by(MUTANTS, PP2, f"{TIE} on rank 1 differs", section="9.1", tied=True, zero=1)
+@killed_by(MUTANTS, PP2, f"gradient of {TIE}", section="9.1", tied=True, zero=1)
 def tie_summed_after_the_scatter() -> Patch:
     """ReduceGrads comes first: ZeRO has cut and dropped the gradients when the tie is to be summed."""
 
@@ -67,21 +69,18 @@ def tie_summed_after_the_scatter() -> Patch:
 def replicas_summed() -> Patch:
     """The gradients of the replicas are summed and not divided by their number."""
 
-    def init(right: Any, self: Bucket, parameters: Any, group: Any, divisor: int) -> None:
-        right(self, parameters, group, 1)
-
-    return around(Bucket, "__init__", init)
+    return around(Routes, "of", lambda right, self, tags: replace(right(self, tags), divisor=1))
 
 
 @killed_by(MUTANTS, DP2, "norm of step 0: differs", section="9.1", zero=0)
 def replica_counted_in_the_norm() -> Patch:
     """Every replica adds its copy of the gradients to the norm."""
 
-    def owned(right: Any, bucket: Bucket, is_owner: Any) -> Any:
+    def counted(right: Any, bucket: Bucket) -> Any:
         with mock.patch.object(comm, "get_rank", lambda group: 0):
-            return right(bucket, lambda parameter: True)
+            return right(bucket)
 
-    return around(Bucket, "owned", owned)
+    return around(Bucket, "counted", counted)
 
 
 @killed_by(MUTANTS, PP2, "norm of step 0: differs", section="9.1")
@@ -111,13 +110,13 @@ def norm_after_clipping() -> Patch:
 )
 def clipping_forgotten() -> Patch:
     """gradient_clipping is read and nothing is clipped."""
-    return mock.patch.object(Gradients, "clip", lambda self, max_norm, norm: None)
+    return mock.patch.object(Gradients, "unscale_and_clip", lambda self, max_norm, norm: None)
 
 
 @killed_by(MUTANTS, DP2, "step 1: differs", section="9.1", zero=1)
 def shard_not_gathered() -> Patch:
     """After a ZeRO step each rank has new values in its own shard only."""
-    return mock.patch.object(ShardedBucket, "gather", lambda self: None)
+    return mock.patch.object(ShardedBucket, "publish", lambda self: None)
 
 
 @killed_by(MUTANTS, f"{MISSING}[pp1-dp2]", "differs from a lower rank's", section="9.1")
@@ -136,4 +135,4 @@ def missing_gradient_stays_missing() -> Patch:
 @killed_by(MUTANTS, f"{MISSING}[pp1-dp2]", "gradient of 0.never", section="9.1")
 def nothing_is_ever_missing() -> Patch:
     """A parameter that no rank used gets a gradient of zeros, and the optimizer decays it."""
-    return around(Bucket, "presence", lambda right, bucket: right(bucket).fill_(1.0))
+    return around(Bucket, "_write_flags", lambda right, bucket, buffer: right(bucket, buffer).fill_(1.0))

@@ -1,0 +1,144 @@
+"""How the ranks of a job form a grid, and what must be equal on them before layers are cut (§9.3 §9.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_lite import comm
+from ds_lite.agreement import raise_together
+from ds_lite.config import resolve_batch
+from ds_lite.config_keys import DSConfig
+from ds_lite.foreign_tags import adopt_tags
+from ds_lite.grid import PipelineParallelGrid
+from ds_lite.mpu import MpuGrid, mpu_fault
+from ds_lite.pipe.module import PipelineModule
+from ds_lite.tags import tags_of
+from ds_lite.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+
+def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelGrid:
+    """The grid of this job, with the batch numbers checked against it before any group is made.
+
+    Communication: creates the process groups, unless a foreign `mpu` brings them.
+    Raises: ValueError for axes that do not fit the world, the config or each other.
+    """
+    if mpu is not None and not isinstance(model, PipelineModule):
+        adopt_tags(model)
+        grid: PipelineParallelGrid = MpuGrid(mpu)
+        _check_axes({axis: grid.size(axis) for axis in ("data", "seq", "model")}, config)
+        _check_degree(grid.size("model"), config)
+        return grid
+    topology = _topology_of(model, config)
+    _check_axes({axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}, config)
+    grid = PipelineParallelGrid(topology)
+    if mpu is not None:
+        raise_together(mpu_fault(mpu, grid))  # it may be wrong on some ranks only
+    return grid
+
+
+def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
+    """The module's own topology, or pipe x data x model with the degree that the config names."""
+    degree = config.tensor_parallel.degree
+    if not isinstance(model, PipelineModule):
+        return _three_axes(num_stages=1, degree=degree)
+    topology = model.topology()
+    if degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given:
+        return topology
+    if model.has_given_topology:
+        raise ValueError(
+            f"tensor_parallel asks for {degree} ranks and the PipelineModule's topology has "
+            f"model={topology.get_dim('model')}; make them equal, or give the module num_stages alone (§9.3)"
+        )
+    wider = _three_axes(model.num_stages, degree)
+    model.take_topology(wider)
+    return wider
+
+
+def _three_axes(num_stages: int, degree: int) -> ProcessTopology:
+    world_size = comm.get_world_size()
+    if world_size % (num_stages * degree):
+        raise ValueError(
+            f"world size {world_size} is not divisible by {num_stages} stages * {degree} tensor-parallel "
+            f"ranks; start a multiple of {num_stages * degree} processes or change one of them (§9.3)"
+        )
+    replicas = world_size // (num_stages * degree)
+    if degree == 1:
+        return PipeDataParallelTopology(num_pp=num_stages, num_dp=replicas)
+    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=degree, num_dp=replicas)
+
+
+def _check_axes(sizes: Mapping[str, int], config: DSConfig) -> None:
+    if sizes["seq"] > 1:
+        raise ValueError(f"axis seq={sizes['seq']} is not yet supported; use pipe, data and model (§9.11)")
+    if config.data_parallel_size not in (None, sizes["data"]):
+        raise ValueError(
+            f"data_parallel_size={config.data_parallel_size} in the config, but the ranks form "
+            f"{sizes['data']} replicas; remove the key or change the topology (§9.2)"
+        )
+    resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        sizes["data"],
+    )
+
+
+def _check_degree(size: int, config: DSConfig) -> None:
+    if config.tensor_parallel.is_given and config.tensor_parallel.degree != size:
+        raise ValueError(
+            f"tensor_parallel asks for {config.tensor_parallel.degree} ranks and the mpu has {size} in its "
+            f"tensor-parallel group; remove the key or make them equal (§9.7)"
+        )
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, after every layer has said again what its parameters are: copies forget it."""
+    for module in model.modules():
+        if callable(tag_parameters := getattr(module, "tag_parameters", None)):
+            tag_parameters()
+    return [*model.parameters(), *model.buffers()]
+
+
+@torch.no_grad()
+def make_replicas_equal(tensors: Sequence[Tensor], grid: PipelineParallelGrid) -> None:
+    """All ranks of a stage start from the values of its first rank.
+
+    What somebody cut already is equal over the data axis only, and so are buffers beside it.
+
+    Communication: one broadcast per tensor.
+    """
+    is_cut = {id(t) for t in tensors if isinstance(t, nn.Parameter) and tags_of(t).model == "sharded"}
+    for tensor in tensors:
+        is_part = id(tensor) in is_cut or (bool(is_cut) and not isinstance(tensor, nn.Parameter))
+        axes = ("data", "seq") if is_part else ("data", "seq", "model")
+        values = tensor.detach().contiguous()
+        comm.broadcast(values, src=grid.ranks(*axes)[0], group=grid.group(*axes))
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+
+
+def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
+    """Tell every module that has `bind` the grid: ties get their groups, layers keep their parts.
+
+    Communication: what `PipelineModule.bind` does, then one all-reduce of a few numbers.
+    Raises: on every rank, what one layer anywhere refuses; ValueError if the config asks for tensor
+    parallelism and no layer anywhere was cut.
+    """
+    error: Exception | None = None
+    try:
+        for module in list(model.modules()):  # the PipelineModule itself comes first
+            if callable(bind := getattr(module, "bind", None)):
+                bind(grid)
+    except Exception as refusal:  # raised below, on all ranks: another stage may have no such layer
+        error = refusal
+    has_cut = any(tags_of(parameter).model == "sharded" for parameter in model.parameters())
+    degree = config.tensor_parallel.degree
+    if not raise_together(error, anyone=has_cut) and degree > 1:
+        raise ValueError(
+            f"tensor_parallel asks for {degree} ranks, but no layer of the model is cut; build it from the "
+            f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce (§9.3)"
+        )

@@ -1,0 +1,229 @@
+"""§9.3 Pipeline x data x tensor parallelism and ZeRO against one process.
+
+Guards against: a replicated gradient that is summed over the model axis or a partial one that is not, a
+replica counted in the norm, a shard of another layout, a full gradient that ZeRO-2 overwrites, a head cut in
+the middle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from oracles import Layer, MicroBatch, Tied, Truth, one_process, split_micro_batches
+from tolerance import LAW, assert_close, differs
+from torch import nn
+
+from ds_lite import toy_layers as toy
+
+VOCABULARY, CONTEXT, BATCH, HEADS, HEAD_WIDTH, BLOCKS = 19, 5, 2, 8, 3, 4
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and its options."""
+
+    pp: int
+    dp: int
+    tp: int
+    zero: int = 0
+    clip: float = 0.0
+    tied: bool = False
+    optimizer: str = "SGD"
+    m: int = 3
+    interval: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.m
+
+    @property
+    def lr(self) -> float:
+        return 1e-3 if self.optimizer == "AdamW" else 1.0
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+def make_layers(case: Case) -> list[Layer]:
+    """Eight layers with grouped heads where the degree allows it; no weight is small, no bias zero."""
+    kv_heads = 2 if case.tp in (1, 2, 4, 8) else HEADS  # 4 and 8 ranks share the two kv heads
+    shape = toy.Shape(HEADS * HEAD_WIDTH, HEADS, BLOCKS, CONTEXT, VOCABULARY, kv_heads, qk_norm=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        table = toy.Embedding(shape)
+        inner = [toy.Positions(shape), *(toy.Block(shape) for _ in range(BLOCKS)), nn.LayerNorm(shape.width)]
+        layers: list[Layer] = [table, *inner, toy.linear(shape.width, VOCABULARY)]
+        if case.tied:
+            layers = [Tied("word", table), *inner, Tied("word", table, toy.head)]
+        for layer in layers:
+            module = layer.module if isinstance(layer, Tied) else layer
+            for parameter in module.double().parameters():
+                nn.init.normal_(parameter, std=0.3)
+    return layers
+
+
+def make_batch(count: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (count, BATCH, CONTEXT)
+    inputs, labels = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+    return list(zip(inputs.unbind(), labels.unbind(), strict=True))
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make(impl: Any, case: Case, layers: list[Layer], config: dict[str, Any] | None = None) -> Any:
+    return impl.make_pipeline(
+        layers,
+        num_stages=case.pp,
+        loss_fn=loss_fn,
+        num_micro_batches=case.m,
+        micro_batch_size=BATCH,
+        lr=case.lr,
+        optimizer=case.optimizer,
+        config={
+            "gradient_clipping": case.clip,
+            "zero_optimization": {"stage": case.zero},
+            **(config or {}),
+        },
+        module={"activation_checkpoint_interval": case.interval, "partition_method": "uniform"},
+        tensor_parallel=case.tp,
+    )
+
+
+def truths(case: Case) -> tuple[Truth, Truth]:
+    """One process after one step and after all of them; computed once, for all ranks."""
+    layers, count = make_layers(case), case.m * case.dp
+    batch = make_batch(count * STEPS)
+
+    def truth(steps: int) -> Truth:
+        options = {"lr": case.lr, "optimizer": case.optimizer, "clip": case.clip or None, "steps": steps}
+        return one_process(layers, loss_fn, batch[: count * steps], **options)
+
+    return truth(1), truth(STEPS)
+
+
+def check(impl: Any, case: Case, first: Truth, last: Truth) -> None:
+    """Gradients of one batch, then the loss and norm of three steps, then the weights."""
+    assert torch.distributed.get_world_size() == case.world_size
+    batch = make_batch(case.m * case.dp * STEPS)
+    pipeline = make(impl, case, make_layers(case))
+    assert pipeline.num_replicas == case.dp
+
+    def mine() -> Iterator[MicroBatch]:
+        part = {"replica": pipeline.replica, "num_replicas": case.dp, "steps": STEPS}
+        return iter(split_micro_batches(batch, **part))
+
+    loss = pipeline.compute_gradients(mine())
+    assert_close(loss, first.loss, LAW, f"{case}: loss of the first batch")
+    gradients = pipeline.gradients()
+    assert sorted(gradients) == sorted(first.grads), f"{case}: other parameters than one process has"
+    for name, gradient in first.grads.items():
+        assert differs(gradient, torch.zeros_like(gradient)), f"{name} has no gradient to compare"
+        assert_close(gradients[name], gradient, LAW, f"{case}: gradient of {name}")
+    pipeline.clear_gradients()
+
+    before = pipeline.weights()
+    data = mine()
+    for step in range(STEPS):
+        loss = pipeline.train_batch(data)
+        assert_close(loss, last.losses[step], LAW, f"{case}: loss of step {step}")
+        assert_close(pipeline.norm(), last.norms[step], LAW, f"{case}: norm of step {step}")
+    after = pipeline.weights()
+    for name, weight in last.weights.items():
+        assert_close(before[name], last.before[name], LAW, f"{case}: initial {name}")
+        assert differs(after[name], before[name]), f"{case}: {name} did not move"
+        assert_close(after[name], weight, LAW, f"{case}: {name} after {STEPS} steps")
+
+
+def check_all(rank: int, impl: Any, cases: list[tuple[Case, Truth, Truth]]) -> None:
+    for case, first, last in cases:
+        check(impl, case, first, last)
+
+
+LAYOUTS = [Case(pp, dp, tp) for pp, dp, tp in itertools.product(range(1, 9), repeat=3) if pp * dp * tp <= 8]
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2),
+    "clip": (0.0, 0.5),
+    "tied": (False, True),
+    "optimizer": ("SGD", "AdamW"),
+}
+CASES_PER_WORLD = 8
+
+
+def every_case() -> list[Case]:
+    rows = [dict(zip(OPTIONS, row, strict=True)) for row in itertools.product(*OPTIONS.values())]
+    return [replace(layout, **row) for layout in LAYOUTS for row in rows]
+
+
+def pairwise_cover() -> list[Case]:
+    """Few cases in which every two factors, sizes of axes included, meet in all their values; greedy."""
+    names = ["pp", "dp", "tp", *OPTIONS]
+
+    def pairs(case: Case) -> set[Any]:
+        values = [(name, getattr(case, name)) for name in names]
+        return set(itertools.combinations(values, 2))
+
+    left = {case: pairs(case) for case in every_case()}
+    open_pairs: set[Any] = set().union(*left.values())
+    chosen = []
+    while open_pairs:
+        best = max(left, key=lambda case: len(left[case] & open_pairs))
+        chosen.append(best)
+        open_pairs -= left.pop(best)
+    return chosen
+
+
+def by_world_size(cases: list[Case]) -> list[Any]:
+    """Cases of one world size run in one world, a few at a time."""
+    groups: dict[int, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.world_size, []).append(case)
+    return [
+        pytest.param(group[start : start + CASES_PER_WORLD], id=f"{size}ranks-{start // CASES_PER_WORLD}")
+        for size, group in sorted(groups.items())
+        for start in range(0, len(group), CASES_PER_WORLD)
+    ]
+
+
+@pytest.mark.parametrize("cases", by_world_size(pairwise_cover()))
+def test_three_axes_equal_one_process(world: Any, impl: Any, cases: list[Case]) -> None:
+    with_truths = [(case, *truths(case)) for case in cases]
+    world(check_all, cases[0].world_size, impl, with_truths, deadline=240.0)
+
+
+SMALL = {
+    "tp2": [Case(1, 1, 2), Case(1, 1, 2, zero=2, clip=0.5, tied=True)],
+    "dp2": [Case(1, 2, 1, zero=2), Case(1, 2, 1, zero=1, clip=0.5, optimizer="AdamW")],
+    "pp2-dp2": [Case(2, 2, 1, zero=2, tied=True), Case(2, 2, 1, zero=1, tied=True, interval=2)],
+    "dp2-tp2": [Case(1, 2, 2, zero=2, clip=0.5), Case(1, 2, 2, zero=1, interval=1)],
+}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in SMALL.items()])
+def test_two_ranks_on_an_axis_equal_one_process(world: Any, impl: Any, cases: list[Case]) -> None:
+    world(check_all, cases[0].world_size, impl, [(case, *truths(case)) for case in cases])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cases", by_world_size(every_case()))
+def test_three_axes_equal_one_process_in_the_full_cross(world: Any, impl: Any, cases: list[Case]) -> None:
+    with_truths = [(case, *truths(case)) for case in cases]
+    world(check_all, cases[0].world_size, impl, with_truths, deadline=240.0)
+
+
+def test_the_cover_and_the_cross_are_whole() -> None:
+    assert len(LAYOUTS) == 38 and len(every_case()) == 38 * 24
+    cover = pairwise_cover()
+    assert {(case.pp, case.tp) for case in cover} == {(case.pp, case.tp) for case in LAYOUTS}
