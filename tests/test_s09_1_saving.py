@@ -17,7 +17,7 @@ from small_models import HIDDEN, INPUTS, OUTPUTS, linear, make_batch, mean_squar
 from tolerance import EXACT, assert_close, differs
 from torch import Tensor, nn
 
-from ds_lite.checkpoint_state import parts_of
+from ds_lite.saving.state import parts_of
 
 # ------------------------------------------------------------------------------------------ plain engine
 

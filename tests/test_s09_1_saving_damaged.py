@@ -12,7 +12,7 @@ import torch
 from saving_models import copied, is_same, make_engine, scratch_folder, train
 from small_models import linear
 
-from ds_lite import checkpoint_files
+from ds_lite.saving import files
 
 FAULTS = {
     "missing": lambda data: None,
@@ -69,15 +69,15 @@ def every_byte(rank: int, folder: str) -> None:
     """One flipped bit at every place, and a cut at every third."""
     engine = make_engine(linear(2, 1, 1))
     engine.save_checkpoint(folder, "good")
-    files = checkpoint_files.read_manifest(f"{folder}/good").files
+    recorded = files.read_manifest(f"{folder}/good").files
 
     def check(name: str) -> None:
-        if name in files:
-            checkpoint_files.verify(f"{folder}/good", name, files[name])
+        if name in recorded:
+            files.verify(f"{folder}/good", name, recorded[name])
         else:
-            checkpoint_files.read_manifest(f"{folder}/good")
+            files.read_manifest(f"{folder}/good")
 
-    for name in (*files, "manifest.json"):
+    for name in (*recorded, "manifest.json"):
         path = Path(folder, "good", name)
         whole = path.read_bytes()
         for place in range(len(whole)):
@@ -104,13 +104,13 @@ def test_nothing_from_a_file_is_executed() -> None:
             return os.system, ("echo executed",)
 
     with scratch_folder() as folder:
-        record = checkpoint_files.write_states(folder, "layer_00-model_states.pt", {"a": Attack()})
-        checkpoint_files.verify(folder, "layer_00-model_states.pt", record)
+        record = files.write_states(folder, "layer_00-model_states.pt", {"a": Attack()})
+        files.verify(folder, "layer_00-model_states.pt", record)
         with pytest.raises(ValueError, match=r"cannot load .*layer_00-model_states.pt"):
-            checkpoint_files.load_states(folder, "layer_00-model_states.pt")
+            files.load_states(folder, "layer_00-model_states.pt")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not proved: this system has no full device")
 def test_a_full_disk_is_told_with_the_path() -> None:
     with pytest.raises(OSError, match="cannot write /dev/full: No space left on device; earlier checkpoints"):
-        checkpoint_files.write_states("/dev", "full", {"a": torch.zeros(100_000)})
+        files.write_states("/dev", "full", {"a": torch.zeros(100_000)})

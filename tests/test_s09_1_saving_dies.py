@@ -22,7 +22,7 @@ from small_models import HIDDEN, INPUTS, OUTPUTS, linear, mean_squared
 from torch import Tensor, nn
 from world import WorldError
 
-from ds_lite import saving
+from ds_lite.saving import writing
 
 STEPS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
@@ -161,7 +161,7 @@ def one_rank_dies(rank: int, folder: str) -> None:
     if not os.path.exists(f"{folder}/good"):
         engine.save_checkpoint(folder, "good")
         if rank == 1:
-            with mock.patch.object(saving, "write_states", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            with mock.patch.object(writing, "write_states", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
                 engine.save_checkpoint(folder, "bad")
         engine.save_checkpoint(folder, "bad")
     assert not os.path.exists(f"{folder}/bad")

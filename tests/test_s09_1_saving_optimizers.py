@@ -11,7 +11,7 @@ from saving_models import make_engine, scratch_folder, train
 from tolerance import EXACT, assert_close, differs
 from torch import Tensor, nn
 
-from ds_lite import checkpoint_files
+from ds_lite.saving import files
 
 ELEMENTWISE = {
     "Adadelta": {},
@@ -86,8 +86,8 @@ def test_the_state_of_every_torch_schedule_can_be_kept() -> None:
         for _ in range(3):
             schedule.optimizer.step()
             schedule.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
-        kept = checkpoint_files.plain(schedule.state_dict(), "state")
-        checkpoint_files.plain(schedule.optimizer.param_groups[0]["lr"], "lr")
+        kept = files.plain(schedule.state_dict(), "state")
+        files.plain(schedule.optimizer.param_groups[0]["lr"], "lr")
         again = make(kind)
         again.load_state_dict(kept)
         assert again.last_epoch == schedule.last_epoch == 3, kind

@@ -19,8 +19,9 @@ from saving_models import ADAMW, Net, copied, is_same, make_engine, scratch_fold
 from small_models import HIDDEN, INPUTS, OUTPUTS, linear, mean_squared
 from torch import nn
 
-from ds_lite import checkpoint_loading, comm, saving
+from ds_lite import comm
 from ds_lite.agreement import RemoteError
+from ds_lite.saving import loading, writing
 
 
 def refused_names(rank: int, folder: str) -> None:
@@ -285,17 +286,13 @@ def one_rank_fails(rank: int, folder: str) -> None:
     for broken in (0, 1):
         here = rank == broken
         failing = mock.Mock(side_effect=full)
-        patch = mock.patch.object(saving, "write_states", failing) if here else contextlib.nullcontext()
+        patch = mock.patch.object(writing, "write_states", failing) if here else contextlib.nullcontext()
         with patch, pytest.raises(OSError if here else RemoteError, match="No space left on device"):
             engine.save_checkpoint(folder, "bad")
         comm.barrier()
         assert sorted(os.listdir(folder)) == ["good", "latest"]
         failing = mock.Mock(side_effect=unreadable)
-        patch = (
-            mock.patch.object(checkpoint_loading, "load_states", failing)
-            if here
-            else contextlib.nullcontext()
-        )
+        patch = mock.patch.object(loading, "load_states", failing) if here else contextlib.nullcontext()
         with patch, pytest.raises(ValueError, match="cannot load layer_02"):
             engine.load_checkpoint(folder)
 

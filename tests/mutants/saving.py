@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ds_lite import checkpoint_checks, checkpoint_loading, checkpoint_optimizer, comm, saving
-from ds_lite.checkpoint_publishing import Publication
+from ds_lite import comm
+from ds_lite.saving import checks, loading, optimizer, writing
+from ds_lite.saving.publishing import Publication
 from mutants import Mutant, Patch, around, killed_by
 
 MUTANTS: list[Mutant] = []
@@ -26,28 +27,28 @@ ALONE = "tests/test_s09_1_saving_refused.py::test_a_failure_on_one_rank_is_raise
 @killed_by(MUTANTS, PAIR, "of step 3: differs", section="9.3")
 def optimizer_states_not_loaded() -> Patch:
     """Only the weights come back, and the optimizer starts its moments and its count anew."""
-    return mock.patch.object(checkpoint_loading, "_load_optimizer", lambda plan, optimizer: None)
+    return mock.patch.object(loading, "_load_optimizer", lambda plan, optimizer: None)
 
 
 @killed_by(MUTANTS, PAIR, "of step 3: differs", section="9.3")
 def options_of_groups_not_loaded() -> Patch:
     """The rate that a schedule had reached is that of the config again."""
-    return mock.patch.object(checkpoint_loading, "set_options", lambda optimizer, chosen: None)
+    return mock.patch.object(loading, "set_options", lambda optimizer, chosen: None)
 
 
 @killed_by(MUTANTS, PAIR, "of step 3: differs", section="9.3")
 def shards_not_joined() -> Patch:
     """Of a ZeRO state the writer's own shard is saved, and zeros for the rest."""
     alone = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, get_rank=comm.get_rank)
-    return mock.patch.object(checkpoint_optimizer, "comm", alone)
+    return mock.patch.object(optimizer, "comm", alone)
 
 
 @killed_by(MUTANTS, f"{MASTERS}[pp2-dp2-tp1-zero1]", "the master of", section="9.3")
 def masters_left_behind() -> Patch:
     """The parameters are loaded and the masters are not, so the next step brings the old weights back."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(checkpoint_loading, "follow_parameters", lambda places: None))
-    stack.enter_context(mock.patch.object(checkpoint_loading, "set_target", lambda place, value: None))
+    stack.enter_context(mock.patch.object(loading, "follow_parameters", lambda places: None))
+    stack.enter_context(mock.patch.object(loading, "set_target", lambda place, value: None))
     return stack
 
 
@@ -58,7 +59,7 @@ def masters_rounded() -> Patch:
     def rounded(right: Any, place: Any, value: Any) -> None:
         right(place, value.to(place.parameter.dtype))
 
-    return around(checkpoint_loading, "set_target", rounded)
+    return around(loading, "set_target", rounded)
 
 
 @killed_by(MUTANTS, f"{KILLED}[new]", "no checkpoint 'new'", section="9.1")
@@ -87,7 +88,7 @@ def old_checkpoint_removed_first() -> Patch:
 @killed_by(MUTANTS, DAMAGED, "DID NOT RAISE|something was loaded", section="9.1")
 def checksums_not_checked() -> Patch:
     """What is on the disk is believed."""
-    return mock.patch.object(checkpoint_checks, "verify", lambda folder, name, record: None)
+    return mock.patch.object(checks, "verify", lambda folder, name, record: None)
 
 
 @killed_by(MUTANTS, ALONE, "(?i)still ran|did not finish|gloo", section="9.1", deadline=15.0)
@@ -99,4 +100,4 @@ def a_writer_fails_alone() -> Patch:
             raise error
         return False
 
-    return around(saving, "raise_together", alone)
+    return around(writing, "raise_together", alone)

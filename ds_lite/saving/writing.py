@@ -1,19 +1,4 @@
-"""Checkpoints that any layout can load (§9.1 §9.3).
-
-A run saved by pp2 x dp2 with ZeRO-1 goes on as pp1 x tp2 with ZeRO-2, because nothing in a checkpoint depends
-on the layout: tensors are whole and go by their state-dict names, and so does the optimizer's state.
-
-    layer_03-model_states.pt   {name: tensor} of one layer; part_03 of a plain model (`checkpoint_state.py`)
-    layer_03-optim_states.pt   {parameter name: its state} (`checkpoint_optimizer.py`)
-    engine_states.pt           counters, schedule, loss scale, options of the parameter groups, generators,
-                               and the client_state of rank 0
-    manifest.json, latest      `checkpoint_files.py`, `checkpoint_publishing.py`
-
-The first rank of a stage writes the stage's files, one layer after the other, and is the only one that ever
-holds a whole layer. Where replicas differ (buffers of a normalisation) its values are saved: data rank 0.
-Not saved: gradients since the last optimizer step, and the place of a data iterator. The generators of
-Python, NumPy and torch come back on a grid of the same shape only. All ranks see one file system.
-"""
+"""Save: every layer's whole tensors, one layer after the other, then the publication (§9.1 §9.3)."""
 
 from __future__ import annotations
 
@@ -25,8 +10,7 @@ import torch
 from torch import nn
 
 from ds_lite.agreement import raise_together
-from ds_lite.checkpoint_checks import LoadOptions
-from ds_lite.checkpoint_files import (
+from ds_lite.saving.files import (
     ENGINE_FILE,
     FileRecord,
     Manifest,
@@ -36,12 +20,11 @@ from ds_lite.checkpoint_files import (
     write_manifest,
     write_states,
 )
-from ds_lite.checkpoint_groups import Group, groups_of_the_model, same
-from ds_lite.checkpoint_loading import load_checkpoint
-from ds_lite.checkpoint_optimizer import Place, Sheet, describe, merged, places_of, whole_state
-from ds_lite.checkpoint_publishing import Publication
-from ds_lite.checkpoint_ranks import agree, from_rank_zero, gathered, in_the_trace, together
-from ds_lite.checkpoint_state import (
+from ds_lite.saving.groups import Group, groups_of_the_model, same
+from ds_lite.saving.optimizer import Place, Sheet, describe, merged, places_of, whole_state
+from ds_lite.saving.publishing import Publication
+from ds_lite.saving.ranks import agree, from_rank_zero, gathered, in_the_trace, together
+from ds_lite.saving.state import (
     AXES,
     STAGE,
     Part,
@@ -59,7 +42,7 @@ from ds_lite.checkpoint_state import (
 if TYPE_CHECKING:
     from ds_lite.engine import Engine
 
-__all__ = ["LoadOptions", "load_checkpoint", "save_checkpoint", "save_whole_model"]
+__all__ = ["save_checkpoint", "save_whole_model"]
 
 Path = str | os.PathLike[str]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_lite.checkpoint_files import plain
+from ds_lite.saving.files import plain
 
 # How a step is carried out, not what it computes: the new run decides.
 _OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

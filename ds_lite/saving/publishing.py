@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from ds_lite.checkpoint_files import LATEST, MANIFEST, tags_in, to_disk
+from ds_lite.saving.files import LATEST, MANIFEST, tags_in, to_disk
 
 _SAVING, _REPLACED = ".saving-", ".replaced-"
 _SUFFIX = "_states.pt"  # of our files

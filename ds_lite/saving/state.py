@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_lite.checkpoint_files import plain
-from ds_lite.checkpoint_optimizer import part_of
 from ds_lite.pipe.module import PipelineModule
+from ds_lite.saving.files import plain
+from ds_lite.saving.optimizer import part_of
 from ds_lite.tags import cut_of, tags_of, whole
 
 if TYPE_CHECKING:

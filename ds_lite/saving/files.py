@@ -4,7 +4,7 @@
     DIR/TAG/manifest.json    every file with its size and sha256; every tensor with its file, shape and dtype
     DIR/TAG/*_states.pt      what torch.save wrote: tensors and plain types
 
-Nothing is unpickled: torch.load runs with weights_only, the rest is JSON. `checkpoint_publishing.py` says how
+Nothing is unpickled: torch.load runs with weights_only, the rest is JSON. `publishing.py` says how
 a save becomes visible at once.
 """
 

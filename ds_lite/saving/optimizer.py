@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.buckets import Bucket, Piece
-from ds_lite.checkpoint_files import plain
-from ds_lite.checkpoint_groups import Group, groups_of, groups_of_a_stage
+from ds_lite.saving.files import plain
+from ds_lite.saving.groups import Group, groups_of, groups_of_a_stage
 from ds_lite.tags import cut_of, whole
 from ds_lite.zero import ShardedBucket
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_lite.checkpoint_files import ENGINE_FILE, Manifest, load_states, verify
-from ds_lite.checkpoint_groups import Group, chosen_options, groups_of, groups_of_a_stage
-from ds_lite.checkpoint_optimizer import names_of_targets, places_of
-from ds_lite.checkpoint_ranks import gathered, some, together
-from ds_lite.checkpoint_state import STAGE, module_state, whole_shape
+from ds_lite.saving.files import ENGINE_FILE, Manifest, load_states, verify
+from ds_lite.saving.groups import Group, chosen_options, groups_of, groups_of_a_stage
+from ds_lite.saving.optimizer import names_of_targets, places_of
+from ds_lite.saving.ranks import gathered, some, together
+from ds_lite.saving.state import STAGE, module_state, whole_shape
 
 if TYPE_CHECKING:
     from ds_lite.engine import Engine

@@ -1,6 +1,6 @@
 """Go on from a checkpoint, whatever layout saved it (§9.1 §9.3).
 
-After the checks of `checkpoint_checks.py` each rank reads the layers it holds, one file after the other, and
+After the checks of `checks.py` each rank reads the layers it holds, one file after the other, and
 keeps its own part of each tensor: of the module's, and of what its optimizer steps.
 """
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_lite.checkpoint_checks import LoadOptions, LoadPlan
-from ds_lite.checkpoint_files import Manifest, check_name, load_states, read_latest, read_manifest, tags_in
-from ds_lite.checkpoint_groups import set_options
-from ds_lite.checkpoint_optimizer import (
+from ds_lite.saving.checks import LoadOptions, LoadPlan
+from ds_lite.saving.files import Manifest, check_name, load_states, read_latest, read_manifest, tags_in
+from ds_lite.saving.groups import set_options
+from ds_lite.saving.optimizer import (
     follow_parameters,
     is_master_of,
     part_of,
@@ -24,9 +24,9 @@ from ds_lite.checkpoint_optimizer import (
     set_state,
     set_target,
 )
-from ds_lite.checkpoint_publishing import find_checkpoint
-from ds_lite.checkpoint_ranks import agree, from_rank_zero, in_the_trace, together
-from ds_lite.checkpoint_state import (
+from ds_lite.saving.publishing import find_checkpoint
+from ds_lite.saving.ranks import agree, from_rank_zero, in_the_trace, together
+from ds_lite.saving.state import (
     AXES,
     forget_batch,
     put,
