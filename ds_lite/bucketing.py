@@ -13,7 +13,7 @@ from ds_lite.config_keys import DSConfig
 from ds_lite.gradients import Routes
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.precision import MasterBucket, master_dtype
-from ds_lite.tags import tags_of
+from ds_lite.tags import is_elsewhere, tags_of
 from ds_lite.zero import ShardedBucket
 
 _STATE_FROM_THE_START = ("Adagrad",)
@@ -42,6 +42,8 @@ def make_buckets(
         return [p for p in parameters if p.requires_grad and id(p) not in elsewhere]
 
     groups = optimizer.param_groups if optimizer is not None else []
+    for group in groups:
+        group["params"] = [p for p in group["params"] if not is_elsewhere(p)]
     held = trainable(parameter for group in groups for parameter in group["params"])
     everything = {id(p): p for p in (*held, *trainable(module.parameters()))}.values()
     replaces = stage >= 1 or any(master_dtype(parameter, config) for parameter in held)
@@ -59,9 +61,9 @@ def make_buckets(
 
 
 def _bucket(run: list[nn.Parameter], routes: Routes, config: DSConfig) -> Bucket:
-    route, stage = routes.of(tags_of(run[0])), config.zero_optimization.stage
-    dtype = master_dtype(run[0], config)
-    if stage >= 1:
+    tags, stage = tags_of(run[0]), config.zero_optimization.stage
+    route, dtype = routes.of(tags), master_dtype(run[0], config)
+    if stage >= 1 and not tags.keeps_whole:
         return ShardedBucket(run, route, dtype, stage=stage)
     return Bucket(run, route) if dtype is None else MasterBucket(run, route, dtype)
 

@@ -33,6 +33,12 @@ PATHS: dict[str, dict[str, str]] = {
         "partition_balanced": "pipe.partition",
         "set_random_seed": "pipe.building",
     },
+    "moe.sharded_moe": {
+        "*": "moe.gate",
+        "**": "moe.noise",
+        "_AllToAll": "moe.dispatch",
+        "_capacity": "moe.gate",
+    },
     "module_inject": {},
     "module_inject.layers": {
         "LinearLayer": "tensor_parallel.layers",

@@ -25,6 +25,8 @@ from ds_lite.config_keys import DSConfig
 from ds_lite.data import cast_floats, different_data, make_loader
 from ds_lite.gradients import Gradients, Routes, Tie
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.moe.clock import Clock
+from ds_lite.moe.layer import give_clock
 from ds_lite.precision import LossScaler, compute_dtype
 from ds_lite.reporting import skip_line, step_line, times
 from ds_lite.saving import LoadOptions, load_checkpoint, save_checkpoint, save_whole_model
@@ -73,6 +75,8 @@ class Engine:
         buckets = make_buckets(module, optimizer, Routes(grid, ties), config)
         self.gradients = Gradients(module.named_parameters(), buckets)
         self.gradients.loss_scale = self.scaler.scale
+        self.clock = Clock(config.seed)
+        give_clock(module, self.clock)
         self.trace = trace.current()
         self.trace.place(grid.get_stage_id(), grid.place)
 
@@ -90,7 +94,14 @@ class Engine:
             inputs, kwargs = cast_floats((inputs, kwargs), self.dtype)
         if not self._has_compared_data:
             self._compare_data((inputs, kwargs))
+        self._tell_time(self._accumulated)
         return self.module(*inputs, **kwargs)
+
+    def _tell_time(self, micro_batch: int) -> None:
+        """Which micro-batch of this replica the layers work on next."""
+        self.clock.step = self.global_steps
+        first = self.grid.coordinate("data") * self.gradient_accumulation_steps()
+        self.clock.micro_batch = first + micro_batch
 
     def _compare_data(self, data: Any) -> None:
         """Once: tensor-parallel ranks compute parts of one result, so their data must be the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.agreement import raise_together
+from ds_lite.comm import ProcessGroup
 from ds_lite.config import resolve_batch
 from ds_lite.config_keys import DSConfig
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.moe.layer import moe_layers
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.tags import tags_of
@@ -95,6 +97,23 @@ def _check_degree(size: int, config: DSConfig) -> None:
         )
 
 
+def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
+    """Give the MoE layers the config, and make the groups that any of them anywhere asks for.
+
+    Communication: one all-reduce of a few numbers; with MoE layers an all-gather of their ep_sizes, and
+    groups are created.
+    Raises: ValueError, on every rank, for an ep_size that does not divide the data x seq ranks.
+    """
+    layers = list(moe_layers(model))
+    for layer in layers:
+        layer.configure(config)
+    if not raise_together(None, anyone=bool(layers)):
+        return
+    asked: list[Any] = [None] * comm.get_world_size()  # another stage may have other layers
+    comm.all_gather_object(asked, {layer.ep_size for layer in layers})
+    grid.make_expert_groups(sorted(set().union(*asked)), data_first=config.use_data_before_expert_parallelism)
+
+
 def state_of(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, after every layer has said again what its parameters are: copies forget it."""
     for module in model.modules():
@@ -107,18 +126,30 @@ def state_of(model: nn.Module) -> list[Tensor]:
 def make_replicas_equal(tensors: Sequence[Tensor], grid: PipelineParallelGrid) -> None:
     """All ranks of a stage start from the values of its first rank.
 
-    What somebody cut already is equal over the data axis only, and so are buffers beside it.
+    What somebody cut already is equal over the data axis only, and so are buffers beside it; experts that a
+    layer has dealt out are equal over their expert-data group.
 
-    Communication: one broadcast per tensor.
+    Communication: one broadcast per tensor; two for experts that were dealt out.
     """
     is_cut = {id(t) for t in tensors if isinstance(t, nn.Parameter) and tags_of(t).model == "sharded"}
     for tensor in tensors:
         is_part = id(tensor) in is_cut or (bool(is_cut) and not isinstance(tensor, nn.Parameter))
+        size = tags_of(tensor).ep_size if isinstance(tensor, nn.Parameter) else 0
+        if size > 1:
+            experts = grid.expert(size)
+            _broadcast(tensor, experts.data_ranks[0], experts.data_group)
+            if not is_part:
+                _broadcast(tensor, grid.ranks("model")[0], grid.group("model"))
+            continue
         axes = ("data", "seq") if is_part else ("data", "seq", "model")
-        values = tensor.detach().contiguous()
-        comm.broadcast(values, src=grid.ranks(*axes)[0], group=grid.group(*axes))
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.copy_(values)
+        _broadcast(tensor, grid.ranks(*axes)[0], grid.group(*axes))
+
+
+def _broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> None:
+    values = tensor.detach().contiguous()
+    comm.broadcast(values, src=src, group=group)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)
 
 
 def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
@@ -130,7 +161,7 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
     """
     error: Exception | None = None
     try:
-        for module in list(model.modules()):  # the PipelineModule itself comes first
+        for module in _in_order(model):
             if callable(bind := getattr(module, "bind", None)):
                 bind(grid)
     except Exception as refusal:  # raised below, on all ranks: another stage may have no such layer
@@ -142,3 +173,11 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
             f"tensor_parallel asks for {degree} ranks, but no layer of the model is cut; build it from the "
             f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce (§9.3)"
         )
+
+
+def _in_order(model: nn.Module) -> Iterator[nn.Module]:
+    """The model itself first, whose bind communicates, then MoE layers, then what these have not dropped."""
+    first = [model, *(layer for layer in moe_layers(model) if layer is not model)]
+    yield from first
+    seen = {id(module) for module in first}
+    yield from [module for module in model.modules() if id(module) not in seen]

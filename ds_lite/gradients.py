@@ -3,7 +3,8 @@
 Each parameter carries three independent tags (`tags.py`), and nothing else decides:
 
     owner   dense      gradients are summed over the data axis (x seq) and divided by its size
-            expert     not yet (§9.4)
+            expert     summed over the ranks that hold the same expert (expert-data), and divided by the size
+                       of data x seq all the same: the exchange's backward has summed over the expert group
     model   sharded    this rank holds a piece; nothing more to sum
             full       replicated, and the gradient is already complete on each rank
             partial    replicated, and each rank holds a part of the gradient: summed over the model axis
@@ -31,6 +32,7 @@ from ds_lite import comm
 from ds_lite.agreement import raise_together
 from ds_lite.buckets import Bucket, Route
 from ds_lite.comm import ProcessGroup
+from ds_lite.expert_groups import ExpertGroups
 from ds_lite.tags import Tags, tags_of, whole
 from ds_lite.zero import ShardedBucket
 
@@ -43,6 +45,7 @@ class Grid(Protocol):
     def size(self, *axes: str) -> int: ...
     def coordinate(self, axis: str) -> int: ...
     def group(self, *axes: str) -> ProcessGroup: ...
+    def expert(self, ep_size: int) -> ExpertGroups: ...
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,18 @@ class Routes:
     def of(self, tags: Tags) -> Route:
         """The row of the module's table that these tags select.
 
-        Raises: ValueError for an owner that nothing here reduces.
+        Raises: ValueError for an expert of which nobody says in which groups it lives.
         """
-        if tags.owner != "dense":
+        if tags.owner == "expert" and not tags.ep_size:
             raise ValueError(
-                f"parameters owned by {tags.owner!r} are not yet reduced here; leave the layer out (§9.4)"
+                "parameters owned by an expert of another library are not reduced here, since nothing says "
+                "which ranks hold the same expert; use ds_lite.moe.layer.MoE (§9.4)"
             )
         grid, tie = self._grid, self._ties.get(tags.tied) if tags.tied is not None else None
+        is_expert = tags.owner == "expert"
         is_owner = tags.model == "sharded" or grid.coordinate("model") == 0
         return Route(
-            data=grid.group("data", "seq"),
+            data=grid.expert(tags.ep_size).data_group if is_expert else grid.group("data", "seq"),
             divisor=grid.size("data", "seq"),
             partial=grid.group("model") if tags.model == "partial" else None,
             tie=tie.group if tie is not None else None,

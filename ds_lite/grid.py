@@ -2,7 +2,8 @@
 
 A grid answers three questions for its rank: where am I on each axis, which group shares each axis with
 me, and which global rank sits at another stage with my other coordinates. All groups are made when the
-grid is made, on every rank, in one order. An axis of size 1 shares a group of this rank alone.
+grid is made, on every rank, in one order; those of experts follow once it is known which the layers need. An
+axis of size 1 shares a group of this rank alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.expert_groups import ExpertGroups, expert_rank_lists, make_expert_groups
 from ds_lite.topology import PipeDataParallelTopology, ProcessTopology
 
 # The groups every engine may need; a product of axes is one group over all of them.
@@ -60,6 +62,7 @@ class PipelineParallelGrid:
         self._group_of_one = comm.new_group_of_one()
         self._ranks: dict[tuple[str, ...], list[int]] = {}
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        self._experts: dict[int, ExpertGroups] = {}
         for axes in _GROUPS:
             self._make_group(axes)
 
@@ -109,10 +112,27 @@ class PipelineParallelGrid:
                 mine = (ranks, group)
         return mine
 
+    def make_expert_groups(self, ep_sizes: Sequence[int], *, data_first: bool = False) -> None:
+        """Cut the (data, seq) ranks into expert groups, for each size that has none yet; see `expert`.
+
+        Communication: creates groups; every rank calls it with the same sizes at the same point.
+        Raises: ValueError, before any group is made, for a size that does not divide the data x seq ranks.
+        """
+        replicas = self.rank_lists(("data", "seq"))
+        missing = sorted(set(ep_sizes) - set(self._experts))
+        lists = {size: expert_rank_lists(replicas, size, data_first=data_first) for size in missing}
+        for size, both in lists.items():
+            self._experts[size] = make_expert_groups(both, self._alone(), self.group("data", "seq"))
+
+    def _alone(self) -> ProcessGroup:
+        return self._group_of_one
+
     # ------------------------------------------------------------------------ coordinates and groups
 
     def size(self, *axes: str) -> int:
         """How many ranks share the product of these axes; an axis that is missing has one."""
+        if axes == ("expert",):
+            return self.expert().size
         product = 1
         for axis in axes:
             product *= max(1, self._topology.get_dim(axis))
@@ -120,15 +140,29 @@ class PipelineParallelGrid:
 
     def coordinate(self, axis: str) -> int:
         """My coordinate on an axis; 0 on one that is missing."""
-        return int(self._coord.get(axis, 0))
+        return self.expert().coordinate if axis == "expert" else int(self._coord.get(axis, 0))
 
     def group(self, *axes: str) -> ProcessGroup:
         """My group over these axes (see `ranks` for its members)."""
-        return self._groups[axes]
+        return self.expert().group if axes == ("expert",) else self._groups[axes]
 
     def ranks(self, *axes: str) -> list[int]:
         """The global ranks of my group over these axes, ascending."""
-        return self._ranks[axes]
+        return list(self.expert().ranks) if axes == ("expert",) else self._ranks[axes]
+
+    def expert(self, ep_size: int | None = None) -> ExpertGroups:
+        """My expert group and expert-data group; without `ep_size` those of the only size there is.
+
+        The axis "expert" of `size`, `coordinate`, `group` and `ranks` is the group of the only size.
+        """
+        if ep_size is None and len(self._experts) == 1:
+            ep_size = next(iter(self._experts))
+        if ep_size not in self._experts:
+            raise ValueError(
+                f"ep_size={ep_size} has no expert groups here, only {sorted(self._experts)} have; groups are "
+                f"made in initialize for the MoE layers of the model, or by make_expert_groups (§9.4)"
+            )
+        return self._experts[ep_size]
 
     @property
     def place(self) -> str:

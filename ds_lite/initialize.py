@@ -19,7 +19,7 @@ from ds_lite.agreement import raise_together
 from ds_lite.config import load_config, refuse_what_is_not_built
 from ds_lite.config_keys import DSConfig
 from ds_lite.engine import Engine
-from ds_lite.forming import bind_layers, form_grid, make_replicas_equal, state_of
+from ds_lite.forming import bind_layers, form_expert_groups, form_grid, make_replicas_equal, state_of
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.optimizers import (
     check_optimizer,
@@ -73,6 +73,7 @@ def initialize(
     check_optimizer(optimizer, checked)
     grid = form_grid(model, checked, mpu)
     model.to(comm.device_of_this_rank(), dtype)
+    form_expert_groups(model, grid, checked)
     make_replicas_equal(state_of(model), grid)
     bind_layers(model, grid, checked)
     made = _together(lambda: make_optimizer(model, optimizer, model_parameters, checked))

@@ -83,6 +83,7 @@ class MpuGrid(PipelineParallelGrid):
         comm.all_gather_object(table, {axes: replace(a, group=None) for axes, a in answers.items()})
         self._places = [{axis: said[axis,].rank for axis in _AXES} for said in table]
         self._coord = self._places[self.global_rank]
+        self._experts = {}
         self._sizes = {axis: answers[axis,].size for axis in _AXES}
         if fault := self._layout_fault(table):
             raise fault  # on all ranks, because all know the whole table
@@ -133,11 +134,16 @@ class MpuGrid(PipelineParallelGrid):
         lists = [self._sharing(rank, axes) for rank in range(self.world_size)]
         return [ranks for rank, ranks in enumerate(lists) if ranks[0] == rank]
 
+    def _alone(self) -> ProcessGroup:
+        return self._groups[()]
+
     def size(self, *axes: str) -> int:
+        if axes == ("expert",):
+            return self.expert().size
         return prod(self._sizes[axis] for axis in self._cut_axes(axes))
 
     def group(self, *axes: str) -> ProcessGroup:
-        return self._groups[self._cut_axes(axes)]
+        return self.expert().group if axes == ("expert",) else self._groups[self._cut_axes(axes)]
 
     def ranks(self, *axes: str) -> list[int]:
         """The global ranks of my group over these axes, in the group's order."""

@@ -12,6 +12,7 @@ from torch import nn
 from ds_lite.config_keys import DSConfig, Optimizer
 from ds_lite.lr_schedules import build_scheduler
 from ds_lite.pipe.module import PipelineModule
+from ds_lite.tags import is_elsewhere
 
 
 def make_optimizer(
@@ -78,7 +79,7 @@ def stale_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     known = _all_parameters(model)
-    strangers = [p for key, p in held.items() if key not in known]
+    strangers = [p for key, p in held.items() if key not in known and not is_elsewhere(p)]
     if missing and strangers:
         return ValueError(
             f"the optimizer holds {len(strangers)} tensors that are no longer in the model, and not the "
@@ -101,7 +102,7 @@ def outside(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[n
     known = _all_parameters(model)
     groups = optimizer.param_groups if optimizer is not None else []
     held = [parameter for group in groups for parameter in group["params"]]
-    return [parameter for parameter in held if parameter.requires_grad and id(parameter) not in known]
+    return [p for p in held if p.requires_grad and id(p) not in known and not is_elsewhere(p)]
 
 
 def _all_parameters(model: nn.Module) -> set[int]:

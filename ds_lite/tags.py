@@ -21,11 +21,17 @@ Range = tuple[int, int]  # start and stop
 
 @dataclass(frozen=True)
 class Tags:
-    """How one parameter's gradient is reduced; `gradients.py` has the table."""
+    """How one parameter's gradient is reduced; `gradients.py` has the table.
+
+    An expert's `ep_size` says which expert groups count; 0 is unknown. `keeps_whole` takes a parameter out of
+    ZeRO's sharding.
+    """
 
     owner: Literal["dense", "expert"] = "dense"
     model: Literal["sharded", "full", "partial"] = "full"
     tied: str | None = None
+    ep_size: int = 0
+    keeps_whole: bool = False
 
 
 def tags_of(parameter: nn.Parameter) -> Tags:
@@ -34,9 +40,19 @@ def tags_of(parameter: nn.Parameter) -> Tags:
     return tags
 
 
-def tag(parameter: nn.Parameter, **changes: str) -> None:
+def tag(parameter: nn.Parameter, **changes: str | int) -> None:
     """Change some of a parameter's tags, e.g. `tag(weight, tied="embedding")`."""
     parameter._ds_lite_tags = replace(tags_of(parameter), **changes)  # type: ignore[attr-defined, arg-type]
+
+
+def leave_to_others(parameter: nn.Parameter) -> None:
+    """Other ranks hold what this parameter stands for; an optimizer made earlier may still list it here."""
+    parameter._ds_lite_is_elsewhere = True  # type: ignore[attr-defined]
+
+
+def is_elsewhere(parameter: nn.Parameter) -> bool:
+    """Whether a layer has left the parameter to other ranks."""
+    return getattr(parameter, "_ds_lite_is_elsewhere", False)
 
 
 @dataclass(frozen=True)

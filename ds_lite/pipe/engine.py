@@ -259,6 +259,8 @@ class PipelineEngine(Engine):
         if kind not in self._INSTRUCTION_MAP:
             raise RuntimeError(f"{type(self).__name__} has no method for the instruction {command!r} (§9.10)")
         micro_batch_id = getattr(command, "micro_batch_id", None)
+        if micro_batch_id is not None:
+            self._tell_time(micro_batch_id)
         self.trace.begin(command.name, -1 if micro_batch_id is None else micro_batch_id, self._peer_of(kind))
         try:
             MethodType(self._INSTRUCTION_MAP[kind], self)(**command.kwargs)

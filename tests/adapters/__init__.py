@@ -122,6 +122,8 @@ def make_pipeline(
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: bool = False,
 ) -> Pipeline:
     """§9.3 §9.9 §9.10 Train `layers` on num_stages x tensor_parallel ranks, over and over in replicas.
 
@@ -132,6 +134,10 @@ def make_pipeline(
     PipelineModule (partition_method, activation_checkpoint_interval, ...). Gradients are not clipped
     unless `config` says so. With `tensor_parallel` > 1 the layers of `ds_lite.toy_layers` (Block, and the
     Embedding with its `head`) are cut over that many ranks; what else there is stays whole on each.
+
+    Every `mixture.Mixture` in a layer becomes an MoE layer whose experts are spread over `expert_parallel`
+    replicas (§9.4). With `expert_tensor_parallel` its experts, `ds_lite.toy_layers.MLP`, are cut over the
+    tensor-parallel ranks too.
     """
     raise NotImplementedError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mixture import Mixture
 from oracles import Layer, MicroBatch, Tied
 from torch import Tensor, nn
 
@@ -70,6 +71,8 @@ def make_pipeline(
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: bool = False,
 ) -> Pipeline:
     import ds_lite
     from ds_lite.pipe.module import PipelineModule
@@ -77,6 +80,7 @@ def make_pipeline(
     own = copy.deepcopy(list(layers))
     if tensor_parallel > 1:
         own = _parallel(own)
+    own = [_with_experts(layer, expert_parallel, expert_tensor_parallel) for layer in own]
     model = PipelineModule(
         layers=[_given(layer) for layer in own],
         num_stages=num_stages,
@@ -150,6 +154,36 @@ def _parallel(layers: list[Layer]) -> list[Layer]:
         return made
 
     return [cuttable(layer) for layer in layers]
+
+
+def _with_experts(layer: Any, ep_size: int, is_cut: bool) -> Any:
+    """The layer with an MoE in the place of every Mixture, with the same weights."""
+    from ds_lite import toy_layers
+    from ds_lite.moe.layer import MoE
+    from ds_lite.toy_parallel import ParallelMLP
+
+    if isinstance(layer, Mixture):
+        expert = copy.deepcopy(layer.experts["0"])
+        if is_cut:
+            assert isinstance(expert, toy_layers.MLP)
+            up = expert.up.weight.shape
+            expert = ParallelMLP(toy_layers.Shape(width=up[1], num_heads=1)).to(expert.up.weight.dtype)
+        made = MoE(
+            layer.hidden_size,
+            expert,
+            layer.num_experts,
+            ep_size,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+            enable_expert_tensor_parallelism=is_cut,
+            **layer.options,
+        )
+        made.to(next(layer.parameters()).dtype).load_state_dict(layer.state_dict())
+        return made
+    if isinstance(layer, nn.Module):
+        for name, child in layer.named_children():
+            setattr(layer, name, _with_experts(child, ep_size, is_cut))
+    return layer
 
 
 def merge_equal(mine: Mapping[str, Any]) -> dict[str, Any]:
