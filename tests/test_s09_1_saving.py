@@ -17,7 +17,7 @@ from small_models import HIDDEN, INPUTS, OUTPUTS, linear, make_batch, mean_squar
 from tolerance import EXACT, assert_close, differs
 from torch import Tensor, nn
 
-from ds_lite.saving.state import parts_of
+from ds_lite.saving.parts import labelled
 
 # ------------------------------------------------------------------------------------------ plain engine
 
@@ -79,15 +79,15 @@ def test_parts_of_an_ordinary_model_follow_its_numbers() -> None:
         "model.blocks.1.bias",
         "model.end.bias",
     ]
-    parts = {part.label: part.names for part in parts_of(nn.Module(), names)}
+    parts = labelled(nn.Module(), names)
     assert parts == {
-        "part_00": ("scale",),
-        "part_01": ("model.word.weight", "model.end.bias"),
-        "part_02": ("model.blocks.0.mlp.0.weight",),
-        "part_03": ("model.blocks.1.bias",),
+        "part_00": ["scale"],
+        "part_01": ["model.word.weight", "model.end.bias"],
+        "part_02": ["model.blocks.0.mlp.0.weight"],
+        "part_03": ["model.blocks.1.bias"],
     }
-    many = parts_of(nn.Module(), [f"blocks.{index}.weight" for index in range(101)])
-    assert [part.label for part in many][::50] == ["part_000", "part_050", "part_100"]
+    many = labelled(nn.Module(), [f"blocks.{index}.weight" for index in range(101)])
+    assert list(many)[::50] == ["part_000", "part_050", "part_100"]
 
 
 # ------------------------------------------------------------------- counters, schedule, generators, client

@@ -10,9 +10,11 @@ on the layout: tensors are whole and go by their state-dict names, and so does t
     manifest.json, latest      `files.py`, `publishing.py`
 
 The first rank of a stage writes the stage's files, one layer after the other, and is the only one that ever
-holds a whole layer. Where replicas differ (buffers of a normalisation) its values are saved: data rank 0.
-Not saved: gradients since the last optimizer step, and the place of a data iterator. The generators of
-Python, NumPy and torch come back on a grid of the same shape only. All ranks see one file system.
+holds a whole layer. Experts live on several ranks and go by their global numbers: the first rank that holds
+them writes them, into `layer_03-experts_01_of_02-…` (01 is its place on the data axis, 02 the ep_size).
+Where replicas differ (buffers of a normalisation) its values are saved: data rank 0. Not saved: gradients
+since the last optimizer step, and the place of a data iterator. The generators of Python, NumPy and torch
+come back on a grid of the same shape only. All ranks see one file system.
 """
 
 from ds_lite.saving.checks import LoadOptions

@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_lite.saving.files import ENGINE_FILE, Manifest, load_states, verify
 from ds_lite.saving.groups import Group, chosen_options, groups_of, groups_of_a_stage
 from ds_lite.saving.optimizer import names_of_targets, places_of
+from ds_lite.saving.parts import expert_names
 from ds_lite.saving.ranks import gathered, some, together
 from ds_lite.saving.state import STAGE, module_state, whole_shape
 
@@ -82,7 +83,8 @@ class LoadPlan:
     def _check_names(self) -> None:
         """Compare the names and shapes of all stages with the manifest; the same verdict on every rank."""
         is_first = self.engine.grid.ranks(*STAGE)[0] == self.engine.global_rank
-        own = {name: _kind(value) for name, value in self.state.items()} if is_first else {}
+        experts = expert_names(self.engine.module)
+        own = {name: _kind(value) for name, value in self.state.items() if is_first or name in experts}
         here = {name: kind for names in gathered(own) for name, kind in names.items()}
         saved = {name: (r.shape, _is_float(r.dtype)) for name, r in self.manifest.tensors.items()}
         wrong = [
@@ -116,7 +118,8 @@ class LoadPlan:
         self.saved = load_states(self.folder, ENGINE_FILE, mapped=False)
         if self.optimizer is not None:
             self._check_optimizer()
-            self._check_states([name for group in groups for name in group.names])
+            stepped = [name for group in groups for name in group.names]
+            self._check_states([name for name in stepped if name in self.places])  # not others' experts
             self.chosen = chosen_options(
                 groups, [Group(**group) for group in self.saved["optimizer"]["groups"]]
             )

@@ -1,17 +1,9 @@
-"""What an engine is made of, beside its optimizer: the module in parts, counters, generators (§9.1 §9.2).
-
-The module is cut into parts, one file each. In a pipeline a part is a layer, under its global number, and a
-tied module belongs to the first layer that uses it, so it is stored once. In any other module a part is what
-stands below the first number in a name (`blocks.3`), or below the first word. Names inside are those of
-`state_dict()`, the same for every layout.
-"""
+"""What an engine is made of, beside its optimizer: the module, counters, generators (§9.1 §9.2)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,72 +57,6 @@ def check_cuts(state: dict[str, Any], tensor_ranks: int) -> None:
                 f"say how, so it cannot be made whole; save with that library, or use the layers of "
                 f"ds_lite.tensor_parallel (§9.3)"
             )
-
-
-@dataclass(frozen=True)
-class Part:
-    """What shares a file, e.g. label "layer_03"."""
-
-    label: str
-    names: tuple[str, ...]
-
-
-def parts_of(module: nn.Module, names: Sequence[str]) -> list[Part]:
-    """The parts that this rank's stage stores, of the given names.
-
-    What belongs to no layer of a pipeline (a loss with parameters) is stored by every stage that has it, and
-    counts from the last one.
-    """
-    found: dict[str, list[str]] = {}
-    for name in names:
-        label = _layer_label(module, name) if isinstance(module, PipelineModule) else _top(name)
-        if label is not None:
-            found.setdefault(label, []).append(name)
-    if not isinstance(module, PipelineModule):  # words may differ in case only, numbers make safe file names
-        width = _digits(len(found))
-        found = {f"part_{index:0{width}d}": held for index, held in enumerate(found.values())}
-    return [Part(label, tuple(held)) for label, held in found.items()]
-
-
-def _digits(count: int) -> int:
-    """Enough for the numbers below `count`, and at least two."""
-    return max(2, len(str(count - 1)))
-
-
-def _top(name: str) -> str:
-    """The part that a name of an ordinary module belongs to.
-
-    >>> [_top(name) for name in ("model.blocks.3.mlp.0.weight", "model.word.weight", "scale")]
-    ['model.blocks.3', 'model', '']
-    """
-    modules = name.split(".")[:-1]
-    for depth, word in enumerate(modules):
-        if word.isdecimal():
-            return ".".join(modules[: depth + 1])
-    return modules[0] if modules else ""
-
-
-def _layer_label(module: PipelineModule, name: str) -> str | None:
-    """The file of a name in a pipeline; None for a tied module that an earlier stage stores."""
-    width, first = _digits(module.parts[-1]), name.split(".")[0]
-    if first == "tied_modules":
-        key = name.split(".")[1]
-        tie = next((tie for tie in module.ties() if tie.key == key), None)
-        if tie is not None and tie.ranks[0] != module.global_rank:
-            return None
-        return f"layer_{_first_use(module, key):0{width}d}"
-    if first.isdecimal():
-        return f"layer_{int(first):0{width}d}"
-    return f"stage_{module.stage_id:0{_digits(module.num_stages)}d}"
-
-
-def _first_use(module: PipelineModule, key: str) -> int:
-    """The lowest global number of a layer here that uses a tied module."""
-    tied = module.tied_modules[key]
-    for local, layer in enumerate(module.forward_funcs):
-        if layer is tied or (isinstance(layer, partial) and layer.args and layer.args[0] is tied):
-            return module.parts[module.stage_id] + local
-    raise AssertionError(f"no layer of stage {module.stage_id} uses the tied module {key!r}")
 
 
 def whole_part(state: dict[str, Any], names: Sequence[str], *, keep: bool) -> dict[str, Any]:

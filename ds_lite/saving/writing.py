@@ -22,18 +22,17 @@ from ds_lite.saving.files import (
 )
 from ds_lite.saving.groups import Group, groups_of_the_model, same
 from ds_lite.saving.optimizer import Place, Sheet, describe, merged, places_of, whole_state
+from ds_lite.saving.parts import Part, parts_of
 from ds_lite.saving.publishing import Publication
 from ds_lite.saving.ranks import agree, from_rank_zero, gathered, in_the_trace, together
 from ds_lite.saving.state import (
     AXES,
     STAGE,
-    Part,
     begun,
     check_cuts,
     engine_state,
     generator_states,
     module_state,
-    parts_of,
     scheduler_state,
     whole_part,
     whole_shape,
@@ -134,7 +133,8 @@ class _Snapshot:
             for name, value in self.state.items()
             if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad
         ]
-        self.parts = parts_of(module, [name for name in self.state if name not in self.excluded])
+        names = [name for name in self.state if name not in self.excluded]
+        self.parts = parts_of(module, names, engine.grid)
         self.places: dict[str, Place] = {}
         self.sheet = Sheet()
         self.engine: dict[str, Any] = {}
@@ -156,9 +156,12 @@ class _Snapshot:
 
 @dataclass
 class _Report:
-    """What the first rank of a stage has written; the others keep one for their part in the collectives."""
+    """What a rank has written. Most write nothing and keep one for their part in the collectives.
 
-    is_writer: bool
+    The first rank of a stage speaks for the stage in all but its files.
+    """
+
+    is_first: bool
     folder: str
     stage: int
     excluded: list[str]
@@ -179,25 +182,25 @@ class _Report:
 
 
 def _write_stage(engine: Engine, folder: str, snapshot: _Snapshot) -> _Report | None:
-    """Write the parts of this stage, each as two files; the report is on the stage's first rank.
+    """Write the parts of this stage, each as two files; the report is on the ranks that wrote some.
 
     Raises: on every rank what the lowest rank that failed could not write.
     """
-    is_writer = engine.grid.ranks(*STAGE)[0] == engine.global_rank
+    is_first = engine.grid.ranks(*STAGE)[0] == engine.global_rank
     groups = snapshot.sheet.groups
     stage = engine.grid.get_stage_id()
-    report = _Report(is_writer, folder, stage, snapshot.excluded, groups, snapshot.scheduler)
+    report = _Report(is_first, folder, stage, snapshot.excluded, groups, snapshot.scheduler)
     for part in snapshot.parts:
         _write_values(report, snapshot, part)
         if engine.optimizer is not None:
             _write_states_of(report, engine.optimizer, snapshot, part)
     raise_together(report.error)
-    return report if is_writer else None
+    return report if is_first or report.files else None
 
 
 def _write_values(report: _Report, snapshot: _Snapshot, part: Part) -> None:
-    content = whole_part(snapshot.state, part.names, keep=report.is_writer)
-    if report.is_writer:
+    content = whole_part(snapshot.state, part.names, keep=part.is_mine)
+    if part.is_mine:
         report.write(file := f"{part.label}-model_states.pt", content)
         records = {name: _record(file, snapshot.state[name], value) for name, value in content.items()}
         report.tensors.update(records)
@@ -210,9 +213,9 @@ def _write_states_of(
     content: dict[str, dict[str, Any]] = {}
     for name in (name for name in part.names if name in snapshot.stepped):
         kinds = snapshot.sheet.elements.get(name, {})
-        joined = whole_state(optimizer, snapshot.places[name], kinds, keep=report.is_writer)
+        joined = whole_state(optimizer, snapshot.places[name], kinds, keep=part.is_mine)
         content[name] = {**joined, "numbers": snapshot.sheet.numbers.get(name, {})}
-    if report.is_writer and content:
+    if part.is_mine and content:
         report.write(file := f"{part.label}-optim_states.pt", content)
         report.optimizer.update(dict.fromkeys(content, file))
 
@@ -230,7 +233,8 @@ def _finish(
     save_latest: bool,
 ) -> None:
     """Rank 0: the engine's file, the manifest, and then all of it at once becomes the checkpoint."""
-    stages = sorted((report for report, _ in reports if report is not None), key=lambda report: report.stage)
+    written = [report for report, _ in reports if report is not None]
+    stages = sorted((report for report in written if report.is_first), key=lambda report: report.stage)
     layout = {axis: engine.grid.size(axis) for axis in AXES}
     schedulers = [stage.scheduler for stage in stages]
     if all(same(scheduler, schedulers[0]) for scheduler in schedulers):
@@ -247,11 +251,11 @@ def _finish(
         "generators": [generators for _, generators in reports],
     }
     manifest = Manifest(layout)
-    for stage in stages:
-        manifest.files.update(stage.files)
-        manifest.tensors.update(stage.tensors)
-        manifest.optimizer.update(stage.optimizer)
-        manifest.excluded += [name for name in stage.excluded if name not in manifest.excluded]
+    for report in sorted(written, key=lambda report: report.stage):
+        manifest.files.update(report.files)
+        manifest.tensors.update(report.tensors)
+        manifest.optimizer.update(report.optimizer)
+        manifest.excluded += [name for name in report.excluded if name not in manifest.excluded]
     manifest.files[ENGINE_FILE] = write_states(publication.folder, ENGINE_FILE, content)
     write_manifest(publication.folder, manifest)
     publication.publish(with_latest=save_latest)
