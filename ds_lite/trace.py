@@ -124,6 +124,12 @@ class Trace:
         self._clock = None
 
     @contextlib.contextmanager
+    def span_if_idle(self, instruction: str) -> Iterator[None]:
+        """A `span` where no engine is in an instruction of its own, which says more."""
+        with contextlib.nullcontext() if self.instruction else self.span(instruction):
+            yield
+
+    @contextlib.contextmanager
     def span(self, instruction: str) -> Iterator[None]:
         """`begin` and `end` around a block; after an exception the row keeps the instruction."""
         self.begin(instruction)

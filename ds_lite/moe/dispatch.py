@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_lite import comm
+from ds_lite import comm, trace
 from ds_lite.comm import ProcessGroup
 from ds_lite.moe.routing import Routing
 
@@ -83,7 +83,8 @@ class Exchange:
         """
         to_peers = counts.view(comm.get_world_size(group), -1)  # (ep, E/ep)
         from_peers = torch.empty_like(to_peers)
-        comm.all_to_all_single(from_peers, to_peers, group=group)
+        with trace.current().span_if_idle("AnnounceTokens"):
+            comm.all_to_all_single(from_peers, to_peers, group=group)
         experts = torch.arange(from_peers.shape[1], device=counts.device).repeat(from_peers.shape[0])
         expert_of_row = experts.repeat_interleave(from_peers.reshape(-1))
         return cls(
@@ -138,5 +139,6 @@ def _exchanged(
 ) -> Tensor:
     rows = rows.contiguous()
     out = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
-    comm.all_to_all_single(out, rows, received, sent, group=group)
+    with trace.current().span_if_idle("ExchangeTokens"):
+        comm.all_to_all_single(out, rows, received, sent, group=group)
     return out

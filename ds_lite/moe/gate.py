@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_lite import comm
+from ds_lite import comm, trace
 from ds_lite.comm import ProcessGroup
 from ds_lite.moe.gating import Agree, DropPolicy, check_choices, route_top1, route_top2, route_topk
 from ds_lite.moe.noise import Purpose, TokenNoise, multiplicative_jitter
@@ -226,7 +226,8 @@ def largest_over(group: ProcessGroup | None) -> Agree | None:
         return None
 
     def largest(report: Tensor) -> Tensor:
-        comm.all_reduce(report, op=comm.ReduceOp.MAX, group=group)
+        with trace.current().span_if_idle("AgreeOnCapacity"):
+            comm.all_reduce(report, op=comm.ReduceOp.MAX, group=group)
         return report
 
     return largest
