@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Mutant, failures, pipeline, precision, reductions, saving, tensor_parallel
+from mutants import Mutant, failures, moe, pipeline, precision, reductions, saving, tensor_parallel
 from world import World
 
 MUTANTS = [
@@ -22,6 +22,7 @@ MUTANTS = [
     *tensor_parallel.MUTANTS,
     *precision.MUTANTS,
     *saving.MUTANTS,
+    *moe.MUTANTS,
 ]
 
 HERE = Path(__file__).parent

@@ -45,6 +45,10 @@ class Case:
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
+    @property
+    def num_micro_batches(self) -> int:
+        return MICRO_BATCHES
+
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 

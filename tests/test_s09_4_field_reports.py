@@ -154,7 +154,7 @@ B30 = {
 }
 
 
-@pytest.mark.parametrize("case", B30)
+@pytest.mark.parametrize("case", list(B30))
 def test_b30_groups_stay_inside_a_stage(world: Any, case: str) -> None:
     axes, dims, experts, copies = B30[case]
     for rank, (mine, same) in enumerate(world(lists_of, 4, axes, dims, 2, False)):

@@ -98,7 +98,7 @@ def check_files(folder: Path, saved: Truth) -> None:
         assert_close(whole[name], weight, LAW, name)
 
 
-@pytest.mark.parametrize("case", [Case(2, 4, zero=1), Case(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("case", [Case(2, 4, zero=1), Case(2, 2, 2)], ids=["dp4", "dp2-tp2"])
 def test_a_run_goes_on_from_its_own_checkpoint(world: Any, impl: Any, case: Case) -> None:
     saved, end = truth_after(BEFORE), truth_after(BEFORE + AFTER)
     with scratch_folder() as folder:
