@@ -136,3 +136,32 @@ def missing_gradient_stays_missing() -> Patch:
 def nothing_is_ever_missing() -> Patch:
     """A parameter that no rank used gets a gradient of zeros, and the optimizer decays it."""
     return around(Bucket, "_write_flags", lambda right, bucket, buffer: right(bucket, buffer).fill_(1.0))
+
+
+# --------------------------------------------------------------------------- what scripts do between steps
+
+USE = "tests/test_s09_1_engine_use.py"
+
+
+@killed_by(MUTANTS, f"{USE}::test_a_backward_that_failed_leaves_no_trace", "a gradient twice", section="9.1")
+def cursor_not_reset() -> Patch:
+    """After a backward that broke off, ZeRO-2 goes on with the bucket at which it was."""
+
+    def clear(right: Any, gradients: Gradients) -> None:
+        with mock.patch.object(gradients._eager, "expect", lambda count: None):
+            right(gradients)
+
+    return around(Gradients, "clear", clear)
+
+
+@killed_by(MUTANTS, f"{USE}::test_parameters_may_be_given_another_storage", "zero=1: differs", section="9.1")
+def storage_not_followed() -> Patch:
+    """A parameter that left the ZeRO buffer is stepped there, where nobody reads it."""
+    return mock.patch.object(ShardedBucket, "follow", lambda self: None)
+
+
+@killed_by(MUTANTS, f"{USE}::test_a_step_reduces_what_was_not_reduced", "zero=0 .*: differs", section="9.1")
+def step_on_local_gradients() -> Patch:
+    """step() trusts that somebody has averaged the gradients."""
+    always = property(lambda engine: True, lambda engine, value: None)
+    return mock.patch.object(Engine, "_has_reduced", always, create=True)
