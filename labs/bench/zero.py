@@ -167,7 +167,8 @@ def show_times(rows: list[Row], missing: list[str], rounds: list[Round]) -> None
 
 def verdicts(rows: list[Row]) -> dict[str, bool]:
     """Whether ds_lite is no slower than each other engine of two replicas, by the median of the ratios."""
-    return {r.name: r.to_ds_lite.median >= 1 for r in rows if r.processes > 1 and r.name != "ds_lite"}
+    others = [row for row in rows if row.processes > 1 and not row.name.startswith("ds_lite")]
+    return {row.name: row.to_ds_lite.median >= 1 for row in others}
 
 
 def contestants_of(deepspeed_python: str | None, beside: list[Path]) -> list[Contestant]:
