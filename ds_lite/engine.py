@@ -40,6 +40,8 @@ class Engine:
     Differs: gradients are never clipped unless the config says so; the reported norm is the one before.
     """
 
+    takes_metrics = True  # step(lr_kwargs={"metrics": ...}) reaches the schedule
+
     def __init__(
         self,
         module: nn.Module,
