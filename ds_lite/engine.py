@@ -217,6 +217,20 @@ class Engine:
         """Forget all gradients."""
         self.gradients.clear()
 
+    def micro_batches_begun(self) -> int:
+        """Micro-batches since the last optimizer step, whose gradients no checkpoint holds."""
+        return self._accumulated + self._has_backward
+
+    def micro_steps_at_last_step(self) -> int:
+        """`micro_steps` as it was after the last optimizer step."""
+        return self.micro_steps - self._accumulated
+
+    def forget_batch(self) -> None:
+        """No gradient and no micro-batch since the last optimizer step is left."""
+        self.gradients.clear()
+        self._accumulated = 0
+        self._has_backward = self._has_reduced = False
+
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
 
@@ -286,7 +300,7 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, and nothing else."""
-        if begun := self._accumulated + self._has_backward:
+        if begun := self.micro_batches_begun():
             raise ValueError(
                 f"set_train_batch_size() after {begun} of {self.gradient_accumulation_steps()} "
                 f"micro-batches, whose losses are divided already; call it right after a step (§9.2)"
