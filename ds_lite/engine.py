@@ -108,11 +108,14 @@ class Engine:
         """
         # m mean losses add up to m times the gradient of the whole batch's mean.
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        is_last = self._syncs and self.is_gradient_accumulation_boundary()
+        if is_last:
+            self.gradients.start_early()
         if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
             torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
         self.gradients.collect()
         self._has_backward, self._has_reduced = True, False
-        if self._syncs and self.is_gradient_accumulation_boundary():
+        if is_last:
             self._reduce()
         self._last_loss = loss.detach()
         return loss
