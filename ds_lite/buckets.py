@@ -85,16 +85,16 @@ class Bucket:
         """What the hook calls: autograd has made this parameter's gradient."""
         self.take(index)
 
-    @torch.no_grad()
     def take(self, index: int) -> None:
         """Move one parameter's gradient into the buffer."""
         parameter = self.parameters[index]
         gradient = parameter.grad
         assert gradient is not None
-        self._make_buffer()
+        if self.buffer is None:
+            self._make_buffer()
         view = self._views[index]
         if gradient is not view:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             if self.keeps_views or not self._filled[index]:
                 view.copy_(gradient)  # the first, or somebody made `.grad` anew: it holds the whole sum
             else:
@@ -119,7 +119,8 @@ class Bucket:
         buffer = self._make_buffer()
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.grad is not None:
-                self.take(index)
+                if parameter.grad is not view or not self.seen[index]:
+                    self.take(index)
             elif not self._filled[index] or (self.keeps_views and self.seen[index]):
                 view.zero_()
                 self._filled[index] = True

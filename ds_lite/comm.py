@@ -262,11 +262,11 @@ def reduce_scatter_in_place(tensor: Tensor, group: ProcessGroup | None = None) -
     if n == 1 or not tensor.numel():
         return _Done()
     note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
-    parts = tensor.view(n, -1)
     if tensor.device.type != "cpu":
-        return _reduce_scatter(parts[dist.get_rank(group)], tensor, group=group, async_op=True)
-    # gloo's reduce-scatter copies the whole tensor first and then all-reduces it.
-    return _All([dist.reduce(part, group=group, group_dst=i, async_op=True) for i, part in enumerate(parts)])
+        own = tensor.view(n, -1)[dist.get_rank(group)]
+        return _reduce_scatter(own, tensor, group=group, async_op=True)
+    # gloo's own reduce-scatter is this all-reduce too, of a copy.
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 def all_gather_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> Any:

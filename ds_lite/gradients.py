@@ -268,9 +268,13 @@ class _Eager:
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
-    """In float64, of a part at a time: several times as fast on a CPU as `vector_norm` with a dtype."""
-    parts = (part.double() for part in values.split(2**18))
-    return torch.stack([torch.dot(part, part) for part in parts]).sum()
+    """To float64; on a CPU float32 is squared in parts that its cache holds, unless that leaves its range."""
+    if values.device.type == "cpu" and values.dtype == torch.float32:
+        parts = values.split(2**16)  # each to about 1e-7 of its sum, in a quarter of `vector_norm`'s time
+        total = torch.stack([torch.dot(part, part) for part in parts]).double().sum()
+        if 1e-24 < total < 1e30:
+            return total
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 
 def _advance(eager: weakref.ref[_Eager]) -> None:

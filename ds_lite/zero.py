@@ -214,13 +214,13 @@ class ShardedBucket(Bucket):
 
         Communication: one more reduce-scatter if a gradient came too late for it on any rank.
         """
-        has_more = self._read_late_flags()
         if self.stage == 2:
             shard, self.incoming = self._shard_so_far()[: self.shard_size], None
             self._add(shard)
-        elif has_more:
-            self.begin()
         self._finish()
+        if self._read_late_flags():
+            self.begin()
+            self._finish()
         self.seen, self._has_reduced = list(self._had), True
         self._hand_out()
 
