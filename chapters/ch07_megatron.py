@@ -54,7 +54,7 @@ def main() -> None:
 def a_foreign_mpu(ranks: list[dict[str, Any]]) -> None:
     print("\n2 Another library made groups for data=2 x model=2, data fastest; our grid stands on them.\n")
     print("\n".join(f"rank {number}   {rank['marked'][2]}" for number, rank in enumerate(ranks)))
-    print("\n3 Predict: its layer's parameters carry no marks. What is left of the gradient norm?\n")
+    print("\n3 Predict: its layer's parameters carry no marks. Is the gradient norm still right?\n")
     print("        one process  marked  no marks")
     norms = one_process()[0], ranks[0]["marked"][0], ranks[0]["no marks"][0]
     for step, three in enumerate(zip(*norms, strict=True)):

@@ -1,13 +1,13 @@
 """Gradients of one kind of parameter, side by side in one buffer (§9.1 §9.3).
 
-While autograd works through a backward, a hook (`take`) moves each gradient into its place in the buffer. In
-full precision `.grad` is then a view of it, and later micro-batches add there. So what comes after the
-backward (reduce, unscale, clip) is one operation a bucket, however many parameters there are. A buffer lives
-from the first gradient of a step to the optimizer step, with ZeRO to the reduction. A parameter that got no
-gradient has `.grad` None and a flag that says so.
+While autograd works through a backward, a hook (`arrive`) moves each gradient into its place in the buffer.
+In full precision `.grad` is then a view of it, and later micro-batches add there. So what comes after the
+backward (reduce, unscale, clip) is one operation a bucket, however many parameters there are. A buffer serves
+one step after another; with ZeRO-2 it is dropped as soon as it is reduced. A parameter that got no gradient
+has `.grad` None and a flag that says so.
 
-The order of a step: `take` for each gradient, `sum_tied`, `reduce`, `counted`, `scale_`, the optimizer on the
-targets of `pieces`, `publish`, `clear`.
+The order of a step: `arrive` for each gradient, `sum_tied`, `start_reduce` and `finish_reduce`, `counted`,
+`scale_`, the optimizer on the targets of `pieces`, `publish`, `clear`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
-from ds_lite.comm import ProcessGroup
+from ds_lite.comm import ProcessGroup, Work
 from ds_lite.tags import tags_of
 
 
@@ -69,48 +70,61 @@ class Bucket:
         self.pieces = [Piece(i, 0, self.sizes[i], p) for i, p in enumerate(self.parameters)]
         self.seen = [False] * len(self.sizes)  # who has a gradient: this rank, once reduced any rank
         self.buffer: Tensor | None = None  # gradients, padding, one flag per parameter
+        self._kept: Tensor | None = None  # a buffer that nothing uses
         self._views: list[Tensor] = []
+        self._filled: list[bool] = []  # the rest of a new buffer holds anything
         self._has_reduced = False
+        self._sum: Any = None  # the handle of a reduction over the data axis
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None
             _listen(parameter, _hook(weakref.ref(self), index))
 
     # ------------------------------------------------------------------------------- during backward
 
-    @torch.no_grad()
+    def arrive(self, index: int) -> None:
+        """What the hook calls: autograd has made this parameter's gradient."""
+        self.take(index)
+
     def take(self, index: int) -> None:
         """Move one parameter's gradient into the buffer."""
         parameter = self.parameters[index]
         gradient = parameter.grad
         assert gradient is not None
-        self._make_buffer()
+        if self.buffer is None:
+            self._make_buffer()
         view = self._views[index]
         if gradient is not view:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            if self.keeps_views:
-                view.copy_(gradient)  # somebody emptied `.grad` or made it anew: it holds the whole sum
+            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            if self.keeps_views or not self._filled[index]:
+                view.copy_(gradient)  # the first, or somebody made `.grad` anew: it holds the whole sum
             else:
                 view.add_(gradient)
             parameter.grad = view if self.keeps_views else None
-        self.seen[index] = True
+        self.seen[index] = self._filled[index] = True
 
     def _make_buffer(self) -> Tensor:
         if self.buffer is None:
             like = self.parameters[0].detach()
-            self.buffer = like.new_zeros(self.count + self.padding + len(self.sizes), dtype=self.dtype)
+            room = self.count + self.padding + len(self.sizes)
+            kept, self._kept = self._kept, None
+            self.buffer = like.new_empty(room, dtype=self.dtype) if kept is None else kept
+            self.buffer[self.count :].zero_()
+            self._filled = [False] * len(self.sizes)
             parts = self.buffer.split([*self.sizes, self.padding + len(self.sizes)])
             self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=False)]
         return self.buffer
 
     def _look_again(self) -> Tensor:
-        """The buffer, after taking in what was put into or taken out of `.grad` by hand."""
+        """The buffer, zero where there is no gradient, after what was done to `.grad` by hand."""
         buffer = self._make_buffer()
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.grad is not None:
-                self.take(index)
-            elif self.keeps_views and self.seen[index]:
+                if parameter.grad is not view or not self.seen[index]:
+                    self.take(index)
+            elif not self._filled[index] or (self.keeps_views and self.seen[index]):
                 view.zero_()
-                self.seen[index] = False
+                self._filled[index] = True
+                self.seen[index] = self.seen[index] and not self.keeps_views
         return buffer
 
     # ----------------------------------------------------------------------------------- reductions
@@ -124,8 +138,8 @@ class Bucket:
             self._sum_over(self.route.tie, self._look_again())
             self._show()
 
-    def reduce(self) -> None:
-        """Sum what the model axis holds in parts, then average over the data axis.
+    def start_reduce(self) -> None:
+        """Sum what the model axis holds in parts, and start to average over the data axis.
 
         Communication: one all-reduce of the bucket plus one element per parameter; two for partial ones.
         """
@@ -133,9 +147,17 @@ class Bucket:
         buffer = self._look_again()
         if self.route.partial is not None:
             self._sum_partial(buffer)
-        self._sum_over(self.route.data, buffer)
+        self._write_flags(buffer)
+        self._sum = comm.all_reduce(buffer, group=self.route.data, async_op=True)
+
+    def finish_reduce(self) -> None:
+        """Wait for what `start_reduce` started; every bucket has been started by then."""
+        self._sum.wait()
+        self._sum = None  # it holds the buffer
+        assert self.buffer is not None
+        self._read_flags(self.buffer)
         if self.route.divisor != 1:
-            buffer.div_(self.route.divisor)
+            self.buffer.div_(self.route.divisor)
         self._has_reduced = True
         self._hand_out()
 
@@ -152,14 +174,15 @@ class Bucket:
         """All-reduce a buffer that ends in the flags; what is present anywhere is then present everywhere."""
         if comm.get_world_size(group) == 1:
             return
-        flags = self._write_flags(buffer)
+        self._write_flags(buffer)
         comm.all_reduce(buffer, group=group)
-        self.seen = [count > 0 for count in flags.tolist()]
+        self._read_flags(buffer)
 
-    def _write_flags(self, buffer: Tensor) -> Tensor:
-        flags = buffer[-len(self.seen) :]
-        flags.copy_(torch.tensor(self.seen, dtype=torch.float32))
-        return flags
+    def _write_flags(self, buffer: Tensor) -> None:
+        buffer[-len(self.seen) :].copy_(torch.tensor(self.seen, dtype=torch.float32))
+
+    def _read_flags(self, buffer: Tensor) -> None:
+        self.seen = [count > 0 for count in buffer[-len(self.seen) :].tolist()]
 
     def _show(self) -> None:
         """Let `.grad` say what the buffer holds."""
@@ -190,8 +213,9 @@ class Bucket:
     def follow(self) -> None:
         """Called before the optimizer step: what somebody wrote into the parameters counts. They do here."""
 
-    def publish(self) -> None:
+    def publish(self) -> Work | None:
         """Called after the optimizer step; nothing to do where it stepped the parameters themselves."""
+        return None
 
     def full(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of one parameter of this rank, whole over the data axis; None if there is none."""
@@ -202,13 +226,19 @@ class Bucket:
         return next(i for i, other in enumerate(self.parameters) if other is parameter)
 
     def clear(self) -> None:
-        """Drop the gradients and their buffer."""
+        """Drop the gradients; their buffer waits for the next step's."""
+        self._keep(self.buffer)
         self.buffer, self._views, self._has_reduced = None, [], False
         self.seen = [False] * len(self.sizes)
         for parameter in self.parameters:
             parameter.grad = None
         for piece in self.pieces:
             piece.target.grad = None
+
+    def _keep(self, buffer: Tensor | None) -> None:
+        """New memory costs more than a backward's copies into it, so the next step gets the same."""
+        if buffer is not None:
+            self._kept = buffer
 
 
 def group_by_kind(parameters: Iterable[nn.Parameter], max_elements: int) -> list[list[nn.Parameter]]:
@@ -234,12 +264,12 @@ def versions(parameters: Sequence[nn.Parameter]) -> list[int]:
 def _hook(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
     """What autograd calls when a gradient is there; it does not keep the bucket alive."""
 
-    def take(parameter: Tensor) -> None:
+    def arrive(parameter: Tensor) -> None:
         owner = bucket()
         if owner is not None:
-            owner.take(index)
+            owner.arrive(index)
 
-    return take
+    return arrive
 
 
 def _listen(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

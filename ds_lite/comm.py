@@ -38,6 +38,7 @@ __all__ = [
     "Traffic",
     "Work",
     "all_gather",
+    "all_gather_in_place",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
@@ -60,6 +61,7 @@ __all__ = [
     "new_group",
     "record",
     "recv",
+    "reduce_scatter_in_place",
     "reduce_scatter_tensor",
     "scatter",
     "send",
@@ -178,6 +180,19 @@ class _Done:
         return True
 
 
+class _All:
+    """The handle of several messages that together are one collective."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -236,6 +251,40 @@ def reduce_scatter_tensor(
         return _Done() if async_op else None
     note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
     return _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> Any:
+    """Start to sum `tensor` over the group; once waited, this rank's 1/n of it (along dim 0) is the sum.
+
+    The other parts are lost. `tensor` is contiguous, its length a multiple of the group's size n.
+    """
+    n = dist.get_world_size(group)
+    if n == 1 or not tensor.numel():
+        return _Done()
+    note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
+    if tensor.device.type != "cpu":
+        own = tensor.view(n, -1)[dist.get_rank(group)]
+        return _reduce_scatter(own, tensor, group=group, async_op=True)
+    # gloo's own reduce-scatter is this all-reduce too, of a copy.
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def all_gather_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> Any:
+    """Start to bring every rank's own 1/n of `tensor` (along dim 0) to all; once waited, all hold all parts.
+
+    `tensor` is contiguous, its length a multiple of the group's size n.
+    """
+    n = dist.get_world_size(group)
+    if n == 1 or not tensor.numel():
+        return _Done()
+    note("all_gather", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
+    parts = tensor.view(n, -1)
+    if tensor.device.type != "cpu":
+        return _all_gather(tensor, parts[dist.get_rank(group)], group=group, async_op=True)
+    # gloo's all-gather goes through a buffer of its own.
+    return _All(
+        [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
+    )
 
 
 def all_to_all_single(

@@ -42,6 +42,8 @@ class Engine:
     Differs: gradients are never clipped unless the config says so; the reported norm is the one before.
     """
 
+    takes_metrics = True  # step(lr_kwargs={"metrics": ...}) reaches the schedule
+
     def __init__(
         self,
         module: nn.Module,
@@ -117,11 +119,14 @@ class Engine:
         """
         # m mean losses add up to m times the gradient of the whole batch's mean.
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        is_last = self._syncs and self.is_gradient_accumulation_boundary()
+        if is_last:
+            self.gradients.start_early()
         if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
             torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
         self.gradients.collect()
         self._has_backward, self._has_reduced = True, False
-        if self._syncs and self.is_gradient_accumulation_boundary():
+        if is_last:
             self._reduce()
         self._last_loss = loss.detach()
         return loss
@@ -226,6 +231,20 @@ class Engine:
         """Forget all gradients."""
         self.gradients.clear()
 
+    def micro_batches_begun(self) -> int:
+        """Micro-batches since the last optimizer step, whose gradients no checkpoint holds."""
+        return self._accumulated + self._has_backward
+
+    def micro_steps_at_last_step(self) -> int:
+        """`micro_steps` as it was after the last optimizer step."""
+        return self.micro_steps - self._accumulated
+
+    def forget_batch(self) -> None:
+        """No gradient and no micro-batch since the last optimizer step is left."""
+        self.gradients.clear()
+        self._accumulated = 0
+        self._has_backward = self._has_reduced = False
+
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
 
@@ -295,7 +314,7 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, and nothing else."""
-        if begun := self._accumulated + self._has_backward:
+        if begun := self.micro_batches_begun():
             raise ValueError(
                 f"set_train_batch_size() after {begun} of {self.gradient_accumulation_steps()} "
                 f"micro-batches, whose losses are divided already; call it right after a step (§9.2)"

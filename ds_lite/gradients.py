@@ -103,7 +103,7 @@ class Gradients:
         # Stages may meet the keys of ties in different orders, so all of them go by the sorted keys.
         tied = [bucket for bucket in self.buckets if bucket.route.tie is not None]
         self._tied = sorted(tied, key=lambda bucket: str(tags_of(bucket.parameters[0]).tied))
-        self._eager = _EagerScatter(self._as_they_fill())
+        self._eager = _Eager(self._as_they_fill())
 
     def _as_they_fill(self) -> list[ShardedBucket]:
         """Sharded buckets in the order in which backward, from the last layer to the first, fills them."""
@@ -123,8 +123,15 @@ class Gradients:
         """A batch begins whose backwards are agreed with the data peers, one by one (ZeRO-2)."""
         self._eager.expect(num_micro_batches)
 
+    def start_early(self) -> None:
+        """The backward that comes now is the last of a batch: reduce while it works, where possible (ZeRO-1).
+
+        After it the caller calls `collect` and `reduce`, also if this rank had nothing to differentiate.
+        """
+        self._eager.open()
+
     def collect(self) -> None:
-        """Take in what one backward left; every engine calls it after each backward (ZeRO-2)."""
+        """Take in what one backward left; every engine calls it after each backward (ZeRO-1, ZeRO-2)."""
         self._eager.flush()
 
     def leave(self, error: Exception) -> None:
@@ -148,7 +155,9 @@ class Gradients:
                 f"a new engine (§9.1)"
             )
         for bucket in self.buckets:
-            bucket.reduce()
+            bucket.start_reduce()
+        for bucket in self.buckets:
+            bucket.finish_reduce()
 
     def norm(self) -> Tensor:
         """The 2-norm over all parameters of all ranks, each element counted once; float64, 0-dim.
@@ -158,7 +167,7 @@ class Gradients:
         square = torch.zeros((), dtype=torch.float64, device=comm.device_of_this_rank())
         for bucket in self.buckets:
             if (counted := bucket.counted()) is not None:
-                square += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
+                square += _sum_of_squares(counted)
         comm.all_reduce(square)
         return square.sqrt() / self.loss_scale
 
@@ -174,8 +183,10 @@ class Gradients:
 
     def publish(self) -> None:
         """Bring what the optimizer stepped into the parameters of every rank."""
-        for bucket in self.buckets:
-            bucket.publish()
+        works = [bucket.publish() for bucket in self.buckets]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def full(self, name: str) -> Tensor | None:
         """The whole gradient of one parameter of this rank's stage; None if no rank had one.
@@ -194,49 +205,58 @@ class Gradients:
         self._eager.expect(0)
 
 
-class _EagerScatter:
-    """ZeRO-2: scatter buckets during backward, in one order on all data ranks, whichever is full first.
+class _Eager:
+    """Reduce buckets during backward, in one order on all data ranks, whichever is full first.
 
-    Where an engine says how many backwards a batch has, every scatter is agreed first: a replica that failed
-    raises on its peers what it would otherwise hang them with.
+    ZeRO-2 does so in every backward. Where an engine says how many of them a batch has, every scatter is
+    agreed first: a replica that failed raises on its peers what it would otherwise hang them with. ZeRO-1
+    does so in the backward after `open`, for the buckets that need no sum over other axes before.
     """
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
-        self._buckets = [bucket for bucket in buckets if bucket.stage == 2]
+        self._buckets = [bucket for bucket in buckets if bucket.is_eager]
+        self._is_open = self._is_always_open = any(bucket.stage == 2 for bucket in buckets)
         self._next = self._awaited = 0
         itself = weakref.ref(self)
         for bucket in self._buckets:
             bucket.when_full = lambda: _advance(itself)
 
     def expect(self, num_backwards: int) -> None:
-        self._next, self._awaited = 0, num_backwards * len(self._buckets)
+        self._next, self._is_open = 0, self._is_always_open
+        self._awaited = num_backwards * len(self._buckets) if self._is_open else 0
+
+    def open(self) -> None:
+        if not self._is_always_open:
+            self._next, self._is_open = 0, True
+            for bucket in self._buckets:
+                bucket.forget_arrivals()
 
     def advance(self) -> None:
-        """Scatter the next buckets as far as they are full."""
-        while self._next < len(self._buckets) and self._buckets[self._next].is_full():
-            self._scatter_next()
+        """Reduce the next buckets as far as they are full."""
+        while self._is_open and self._next < len(self._buckets) and self._buckets[self._next].is_full():
+            self._reduce_next()
 
     def flush(self) -> None:
-        """After a backward: scatter what is left, full or not.
+        """After a backward: reduce what is left, full or not.
 
-        Raises: RuntimeError if a gradient arrived after its bucket was scattered.
+        Raises: RuntimeError with ZeRO-2 if a gradient arrived after its bucket was scattered.
         """
-        while self._next < len(self._buckets):
-            self._scatter_next()
-        self._next = 0
-        if any(bucket.has_arrivals() for bucket in self._buckets):
+        while self._is_open and self._next < len(self._buckets):
+            self._reduce_next()
+        self._next, self._is_open = 0, self._is_always_open
+        if self._is_open and any(bucket.has_arrivals() for bucket in self._buckets):
             raise RuntimeError(
                 "a parameter got a gradient twice in one backward, as reentrant checkpointing does; with "
                 "zero_optimization.stage=2 use non-reentrant checkpointing, ds_lite.checkpointing (§9.1)"
             )
 
-    def _scatter_next(self) -> None:
+    def _reduce_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         if self._awaited:
             self._awaited -= 1
             self._agree(None, bucket)
-        bucket.scatter()
+        bucket.reduce_early()
 
     def _agree(self, error: Exception | None, bucket: ShardedBucket) -> None:
         try:
@@ -252,7 +272,17 @@ class _EagerScatter:
                 self._agree(error, bucket)
 
 
-def _advance(scatter: weakref.ref[_EagerScatter]) -> None:
-    owner = scatter()
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """To float64; on a CPU float32 is squared in parts that its cache holds, unless that leaves its range."""
+    if values.device.type == "cpu" and values.dtype == torch.float32:
+        parts = values.split(2**16)  # each to about 1e-7 of its sum, in a quarter of `vector_norm`'s time
+        total = torch.stack([torch.dot(part, part) for part in parts]).double().sum()
+        if 1e-24 < total < 1e30:
+            return total
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def _advance(eager: weakref.ref[_Eager]) -> None:
+    owner = eager()
     if owner is not None:
         owner.advance()

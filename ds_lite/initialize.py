@@ -76,19 +76,28 @@ def initialize(
     form_expert_groups(model, grid, checked)
     make_replicas_equal(state_of(model), grid)
     bind_layers(model, grid, checked)
-    made = _together(lambda: make_optimizer(model, optimizer, model_parameters, checked))
-    raise_together(stale_parameters(model, made))
-    make_replicas_equal(outside(model, made), grid)
+    made = _optimizer(model, grid, optimizer, model_parameters, checked)
     engine = _make_engine(model, grid, checked, made)
-    has_metrics = not isinstance(model, PipelineModule)  # of step(lr_kwargs=...)
-    engine.lr_scheduler = _together(
-        lambda: make_scheduler(lr_scheduler, made, checked, has_metrics=has_metrics)
-    )
+    engine.lr_scheduler = _together(lambda: make_scheduler(lr_scheduler, made, checked, engine.takes_metrics))
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
     if checked.unused and comm.get_rank() == 0:
         print(f"ds_lite: config keys without effect here: {', '.join(checked.unused)}", flush=True)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _optimizer(
+    model: nn.Module,
+    grid: PipelineParallelGrid,
+    given: Any,
+    parameters: Iterable[Any] | None,
+    config: DSConfig,
+) -> torch.optim.Optimizer | None:
+    """The optimizer, of parameters that the model has; what else it trains starts equal on all replicas."""
+    made: torch.optim.Optimizer | None = _together(lambda: make_optimizer(model, given, parameters, config))
+    raise_together(stale_parameters(model, made))
+    make_replicas_equal(outside(model, made), grid)
+    return made
 
 
 def _together(make: Callable[[], Any]) -> Any:

@@ -146,15 +146,15 @@ def _optimizer_class(
 
 
 def make_scheduler(
-    lr_scheduler: Any, optimizer: torch.optim.Optimizer | None, config: DSConfig, *, has_metrics: bool
+    lr_scheduler: Any, optimizer: torch.optim.Optimizer | None, config: DSConfig, takes_metrics: bool
 ) -> Any:
     """The schedule that was given, made by a function from the optimizer, or named in the config.
 
     Raises: ValueError for a schedule without an optimizer, and for ReduceLROnPlateau where `train_batch` has
-    no number to give it (`has_metrics` False).
+    no number to give it (`takes_metrics` False).
     """
     made = _scheduler(lr_scheduler, optimizer, config)
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) and not has_metrics:
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) and not takes_metrics:
         raise ValueError(
             "ReduceLROnPlateau watches a number that train_batch() cannot give it; choose a schedule over "
             "steps (§9.2)"

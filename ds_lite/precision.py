@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lite.buckets import Bucket, Piece, Route, versions
+from ds_lite.comm import Work
 from ds_lite.config_keys import DSConfig, Fp16
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -57,10 +58,11 @@ class MasterBucket(Bucket):
         self._versions = versions(self.parameters)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self) -> Work | None:
         """Round the stepped masters into the parameters."""
         torch._foreach_copy_(list[Tensor](self.parameters), [piece.target for piece in self.pieces])
         self._versions = versions(self.parameters)
+        return None
 
 
 class LossScaler:

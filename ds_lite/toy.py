@@ -127,8 +127,9 @@ class GPT(nn.Module):
             with rng_restored():
                 set_random_seed(seed + index)
                 built.append(spec.build())
-        self.embedding, self.positions, *blocks, self.norm = built
+        self.embedding, self.positions, *blocks, norm = built
         self.blocks = nn.ModuleList(blocks)
+        self.norm = norm  # after the blocks: modules are registered in the order in which they run
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
         x = self.positions(self.embedding(tokens))

@@ -3,7 +3,8 @@
 The values of the parameters of one kind live in one flat buffer, cut into dp equal shards. The optimizer sees
 this rank's shard and keeps states for nothing else; an all-gather brings the new values to everyone.
 
-    stage 1   full gradients accumulate; one reduce-scatter a step gives each rank the sum of its shard
+    stage 1   full gradients accumulate; one reduce-scatter a step gives each rank the sum of its shard. A
+              plain engine starts it for each bucket that the last backward has filled
     stage 2   every backward reduce-scatters a bucket as soon as it is full, adds the result to the shard and
               drops the bucket: one bucket is under way, or one for each parameter group where these
               interleave; a step costs m reduce-scatters
@@ -19,12 +20,14 @@ gradient is skipped there exactly as in one process, and an optimizer step stays
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.buckets import Bucket, Piece, Route, versions
+from ds_lite.comm import Work
 
 
 class ShardedBucket(Bucket):
@@ -49,13 +52,16 @@ class ShardedBucket(Bucket):
         self.padding = self.shard_size * ranks - self.count
         self.start = rank * self.shard_size
         self.values = self._move_into_one_buffer()
-        own = self.values[self.start : self.start + self.shard_size]
+        own = self._own(self.values)
         self.shard = own if own.dtype == self.dtype else own.to(self.dtype)
         self.pieces = self._cut()
         self._versions = versions(self.parameters)
         self.incoming: Tensor | None = None  # stage 2: sums of the micro-batches so far; then the flags
         self.gradient: Tensor | None = None  # of the shard, reduced
-        self.when_full: Callable[[], None] | None = None  # stage 2: told when every gradient has arrived
+        self.when_full: Callable[[], None] | None = None  # told when a backward has brought every gradient
+        self._under_way: tuple[Tensor, Any] | None = None  # stage 1: a reduce-scatter that was started
+        self._spent: Tensor | None = None  # stage 1: the buffer that `gradient` is a part of
+        self.is_eager = stage == 2 or route.partial is route.tie is None
         self._arrived: set[int] = set()
         self._had = [False] * len(self.sizes)  # what an earlier reduction of this step has in the shard
 
@@ -94,42 +100,81 @@ class ShardedBucket(Bucket):
 
     # ------------------------------------------------------------------------------- during backward
 
-    def take(self, index: int) -> None:
-        super().take(index)
+    def arrive(self, index: int) -> None:
+        self.take(index)
         self._arrived.add(index)
         if self.when_full is not None and self.is_full():
             self.when_full()
 
     def is_full(self) -> bool:
-        """Stage 2: every parameter's gradient of this backward is here."""
+        """Every parameter's gradient has arrived since the last `forget_arrivals` or reduction."""
         return len(self._arrived) == len(self.parameters)
 
     def has_arrivals(self) -> bool:
-        """Stage 2: some gradient waits to be scattered."""
+        """Some gradient waits to be reduced."""
         return bool(self._arrived)
+
+    def forget_arrivals(self) -> None:
+        """Stage 1: count from here on which gradients a backward brings."""
+        self._arrived.clear()
+
+    def reduce_early(self) -> None:
+        """During a backward, or directly after it."""
+        if self.stage == 2:
+            self.scatter()
+        else:
+            self.begin()
+
+    def begin(self) -> None:
+        """Stage 1: start to reduce what is here; `finish_reduce` waits for it.
+
+        Communication: one reduce-scatter of the bucket, also when this rank has nothing for it.
+        """
+        self._finish()
+        buffer = self._take_buffer()
+        work = comm.reduce_scatter_in_place(buffer[: self.count + self.padding], self.route.data)
+        self._under_way = buffer, work
+
+    def _finish(self) -> None:
+        """Wait for what was started; a second backward before the step adds to the first."""
+        if self._under_way is None:
+            return
+        buffer, work = self._under_way
+        work.wait()
+        self._under_way = None
+        if self.gradient is None:
+            self._spent = buffer
+        else:
+            self._keep(buffer)
+        self._add(self._own(buffer))
+
+    def _add(self, shard: Tensor) -> None:
+        shard.div_(self.route.divisor)
+        self.gradient = shard if self.gradient is None else self.gradient.add_(shard)
 
     def scatter(self) -> None:
         """Stage 2: reduce-scatter what this backward brought, add it to the shard, drop the rest.
 
         Communication: one reduce-scatter of the bucket, also when this rank has nothing for it.
         """
-        full = self._look_again()[: self.count + self.padding]
-        shard = self._reduce_scatter(full, room=len(self.sizes))
-        self._drop()
-        self.incoming = shard if self.incoming is None else self.incoming.add_(shard)
+        full = self._take_buffer()[: self.count + self.padding]
+        comm.reduce_scatter_in_place(full, self.route.data).wait()
+        if self.incoming is None:
+            self.incoming = torch.cat([self._own(full), full.new_zeros(len(self.sizes))])
+        else:
+            self.incoming[: self.shard_size].add_(self._own(full))
 
-    def _reduce_scatter(self, full: Tensor, room: int) -> Tensor:
-        """This rank's shard of the sum, with `room` zeros behind it."""
-        shard = full.new_zeros(self.shard_size + room)
-        if self.shard_size:
-            comm.reduce_scatter_tensor(shard[: self.shard_size], full, group=self.route.data)
-        return shard
+    def _own(self, full: Tensor) -> Tensor:
+        return full[self.start : self.start + self.shard_size]
 
-    def _drop(self) -> None:
+    def _take_buffer(self) -> Tensor:
+        """The buffer, out of the way of gradients that come later."""
+        buffer = self._look_again()
         self.buffer, self._views = None, []
         self._arrived.clear()
         for parameter in self.parameters:
             parameter.grad = None
+        return buffer
 
     # ----------------------------------------------------------------------------------- reductions
 
@@ -146,30 +191,46 @@ class ShardedBucket(Bucket):
             self.incoming = self.values.new_zeros(room, dtype=self.dtype)
         return self.incoming
 
-    def reduce(self) -> None:
-        """Each rank keeps the average of its shard; the full gradients are dropped.
+    def start_reduce(self) -> None:
+        """Sum what the model axis holds in parts, and start what `finish_reduce` waits for.
 
-        Communication: stage 1 one reduce-scatter of the bucket, stage 2 none; both one all-reduce of a flag
-        per parameter, and one more (stage 2: of the shard) for partial ones.
+        Communication: stage 1 one reduce-scatter of the bucket, unless it was started before, stage 2 none;
+        both one all-reduce of a flag per parameter, and one more (stage 2: of the shard) for partial ones.
         """
         self.follow()
-        buffer = self._look_again() if self.stage == 1 else self._shard_so_far()
-        if self.route.partial is not None:
-            self._sum_partial(buffer)
-        flags = self._write_flags(buffer)
-        comm.all_reduce(flags, group=self.route.data)
-        self.seen = [count > 0 or old for count, old in zip(flags.tolist(), self._had, strict=True)]
-        self._had = self.seen
-        if self.stage == 1:
-            shard = self._reduce_scatter(buffer[: self.count + self.padding], room=0)
-            self._drop()
-        else:
-            shard, self.incoming = buffer[: self.shard_size], None
-        shard.div_(self.route.divisor)
-        # A second backward before the step adds to the first.
-        self.gradient = shard if self.gradient is None else self.gradient.add_(shard)
-        self._has_reduced = True
+        if self._under_way is None:
+            buffer = self._look_again() if self.stage == 1 else self._shard_so_far()
+            if self.route.partial is not None:
+                self._sum_partial(buffer)
+            if self.stage == 1:
+                self.begin()
+        # One more flag: something came too late for the reduce-scatter.
+        flags = [*self.seen, self.stage == 1 and self.has_arrivals()]
+        self._flags = torch.tensor(flags, dtype=torch.float32, device=self.values.device)
+        self._sum = comm.all_reduce(self._flags, group=self.route.data, async_op=True)
+
+    def finish_reduce(self) -> None:
+        """Each rank keeps the average of its shard; the full gradients are dropped.
+
+        Communication: one more reduce-scatter if a gradient came too late for it on any rank.
+        """
+        if self.stage == 2:
+            shard, self.incoming = self._shard_so_far()[: self.shard_size], None
+            self._add(shard)
+        self._finish()
+        if self._read_late_flags():
+            self.begin()
+            self._finish()
+        self.seen, self._has_reduced = list(self._had), True
         self._hand_out()
+
+    def _read_late_flags(self) -> bool:
+        """Who has a gradient anywhere; whether some rank has anything that was not reduced yet."""
+        self._sum.wait()
+        self._sum = None
+        *seen, has_more = (count > 0 for count in self._flags.tolist())
+        self._had = [now or old for now, old in zip(seen, self._had, strict=True)]
+        return has_more
 
     def _hand_out(self) -> None:
         assert self.gradient is not None
@@ -189,16 +250,15 @@ class ShardedBucket(Bucket):
             self.gradient.mul_(factor.to(self.dtype))
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Bring every rank's stepped shard into the buffer that the parameters are views of.
+    def publish(self) -> Work | None:
+        """Start to bring every rank's stepped shard into the buffer that the parameters are views of.
 
         Communication: one all-gather of the bucket.
         """
-        own = self.values[self.start : self.start + self.shard_size]
+        own = self._own(self.values)
         if self.shard.dtype != own.dtype:
             own.copy_(self.shard)
-        if self.shard_size:
-            comm.all_gather_into_tensor(self.values, own, group=self.route.data)
+        return comm.all_gather_in_place(self.values, self.route.data)
 
     def full(self, parameter: nn.Parameter) -> Tensor | None:
         if self.gradient is None and self.stage == 1:
@@ -212,15 +272,16 @@ class ShardedBucket(Bucket):
         whole = self.gradient.new_empty(self.count + self.padding)
         if self.shard_size:
             comm.all_gather_into_tensor(whole, self.gradient, group=self.route.data)
-        return (
-            whole.split([*self.sizes, self.padding])[index].view(parameter.shape)
-            if self.seen[index]
-            else None
-        )
+        if not self.seen[index]:
+            return None
+        return whole.split([*self.sizes, self.padding])[index].view(parameter.shape)
 
     def clear(self) -> None:
         super().clear()
-        self.incoming = self.gradient = None
+        self._keep(self._spent)
+        if self.stage == 2:
+            self._kept = None
+        self.incoming = self.gradient = self._under_way = self._spent = None
         self._had = [False] * len(self.sizes)
         self._arrived.clear()
 

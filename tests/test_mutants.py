@@ -61,11 +61,16 @@ def find(killer: str) -> tuple[Callable[..., None], dict[str, Any]]:
     if not marks:
         return test, {}
     names, sets = [word.strip() for word in marks[0].args[0].split(",")], marks[0].args[1]
-    ids = marks[0].kwargs.get("ids") or [getattr(one, "id", None) or str(one) for one in sets]
+    ids = marks[0].kwargs.get("ids") or [getattr(one, "id", None) or _id(one) for one in sets]
     assert wanted in ids, f"{name} has no parameters {wanted!r}, but {ids}"
     values = sets[ids.index(wanted)]
     values = getattr(values, "values", values)
     return test, dict(zip(names, values if isinstance(values, tuple) else (values,), strict=True))
+
+
+def _id(values: Any) -> str:
+    """What pytest calls a set of plain values."""
+    return "-".join(map(str, values)) if isinstance(values, tuple) else str(values)
 
 
 def narrowed(arguments: dict[str, Any], mutant: Mutant) -> dict[str, Any]:

@@ -5,14 +5,13 @@ its update, a buffer that is reused too early."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from oracles import MicroBatch, Tied, one_process, split_micro_batches
-from tolerance import LAW, assert_close, differs
+from equality import check_equality
+from oracles import MicroBatch, Tied, Truth, one_process
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 11, 6, 5, 3  # all different
@@ -31,6 +30,10 @@ class Case:
     zero: int = 0
     kind: str = "tensor"
     optimizer: str = "SGD"
+
+    @property
+    def lr(self) -> float:
+        return 1e-3 if self.optimizer == "AdamW" else 0.1
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value)
@@ -118,62 +121,39 @@ STEPS = 2
 CASES_PER_WORLD = 16
 
 
-def check(impl: Any, case: Case) -> None:
+def truths(case: Case) -> tuple[Truth, Truth]:
+    """One process after one step and after all of them; computed once, for all ranks."""
+    layers, count = make_layers(case), case.num_micro_batches * case.num_replicas
+    batch = make_batch(count, STEPS)
+
+    def truth(steps: int) -> Truth:
+        options = {"lr": case.lr, "optimizer": case.optimizer, "clip": case.clip or None, "steps": steps}
+        return one_process(layers, loss_fn, batch[: count * steps], **options)
+
+    return truth(1), truth(STEPS)
+
+
+def check(impl: Any, case: Case, first: Truth, last: Truth) -> None:
     """One case on all ranks: gradients first, then the loss, norm and weights of two steps."""
     assert torch.distributed.get_world_size() == case.num_stages * case.num_replicas
-    layers = make_layers(case)
-    count = case.num_micro_batches * case.num_replicas
-    batch = make_batch(count, STEPS)
-    lr = 1e-3 if case.optimizer == "AdamW" else 0.1
-
-    def truth(steps: int) -> Any:
-        used = batch[: count * steps]
-        return one_process(
-            layers, loss_fn, used, lr=lr, optimizer=case.optimizer, clip=case.clip or None, steps=steps
-        )
-
+    batch = make_batch(case.num_micro_batches * case.num_replicas, STEPS)
     pipeline = impl.make_pipeline(
-        layers,
+        make_layers(case),
         num_stages=case.num_stages,
         loss_fn=loss_fn,
         num_micro_batches=case.num_micro_batches,
         micro_batch_size=BATCH,
-        lr=lr,
+        lr=case.lr,
         optimizer=case.optimizer,
         config={"gradient_clipping": case.clip, "zero_optimization": {"stage": case.zero}},
         module={"activation_checkpoint_interval": case.interval},
     )
-
-    def mine() -> Iterator[MicroBatch]:
-        part = {"replica": pipeline.replica, "num_replicas": case.num_replicas, "steps": STEPS}
-        return iter(split_micro_batches(batch, **part))
-
-    first, last = truth(1), truth(STEPS)
-    loss = pipeline.compute_gradients(mine())
-    assert_close(loss, first.loss, LAW, f"{case}: loss of the first batch")
-    gradients = pipeline.gradients()
-    assert sorted(gradients) == sorted(first.grads), f"{case}: other parameters than one process has"
-    for name, gradient in first.grads.items():
-        assert differs(gradient, torch.zeros_like(gradient)), f"{name} has no gradient to compare"
-        assert_close(gradients[name], gradient, LAW, f"{case}: gradient of {name}")
-    pipeline.clear_gradients()
-
-    before = pipeline.weights()
-    data = mine()
-    for step in range(STEPS):
-        loss = pipeline.train_batch(data)
-        assert_close(loss, last.losses[step], LAW, f"{case}: loss of step {step}")
-        assert_close(pipeline.norm(), last.norms[step], LAW, f"{case}: norm of step {step}")
-    after = pipeline.weights()
-    for name, weight in last.weights.items():
-        assert_close(before[name], last.before[name], LAW, f"{case}: initial {name}")
-        assert differs(after[name], before[name]), f"{case}: {name} did not move"
-        assert_close(after[name], weight, LAW, f"{case}: {name} after {STEPS} steps")
+    check_equality(pipeline, batch, first, last, str(case))
 
 
-def check_all(rank: int, impl: Any, cases: list[Case]) -> None:
-    for case in cases:
-        check(impl, case)
+def check_all(rank: int, impl: Any, cases: list[tuple[Case, Truth, Truth]]) -> None:
+    for case, first, last in cases:
+        check(impl, case, first, last)
 
 
 LAYOUTS = [
@@ -246,7 +226,8 @@ def run_all(world: Any, impl: Any, cases: list[Case]) -> None:
     """A few cases a world: every engine makes process groups, which go, with their threads, at its end."""
     for start in range(0, len(cases), CASES_PER_WORLD):
         some = cases[start : start + CASES_PER_WORLD]
-        world(check_all, some[0].num_stages * some[0].num_replicas, impl, some, deadline=240)
+        size = some[0].num_stages * some[0].num_replicas
+        world(check_all, size, impl, [(case, *truths(case)) for case in some], deadline=240)
 
 
 @pytest.mark.parametrize("cases", by_layout(QUICK))

@@ -8,14 +8,13 @@ the middle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from oracles import Layer, MicroBatch, Tied, Truth, one_process, split_micro_batches
-from tolerance import LAW, assert_close, differs
+from equality import check_equality
+from oracles import Layer, MicroBatch, Tied, Truth, one_process
 from torch import nn
 
 from ds_lite import toy_layers as toy
@@ -120,31 +119,7 @@ def check(impl: Any, case: Case, first: Truth, last: Truth) -> None:
     batch = make_batch(case.m * case.dp * STEPS)
     pipeline = make(impl, case, make_layers(case))
     assert pipeline.num_replicas == case.dp
-
-    def mine() -> Iterator[MicroBatch]:
-        part = {"replica": pipeline.replica, "num_replicas": case.dp, "steps": STEPS}
-        return iter(split_micro_batches(batch, **part))
-
-    loss = pipeline.compute_gradients(mine())
-    assert_close(loss, first.loss, LAW, f"{case}: loss of the first batch")
-    gradients = pipeline.gradients()
-    assert sorted(gradients) == sorted(first.grads), f"{case}: other parameters than one process has"
-    for name, gradient in first.grads.items():
-        assert differs(gradient, torch.zeros_like(gradient)), f"{name} has no gradient to compare"
-        assert_close(gradients[name], gradient, LAW, f"{case}: gradient of {name}")
-    pipeline.clear_gradients()
-
-    before = pipeline.weights()
-    data = mine()
-    for step in range(STEPS):
-        loss = pipeline.train_batch(data)
-        assert_close(loss, last.losses[step], LAW, f"{case}: loss of step {step}")
-        assert_close(pipeline.norm(), last.norms[step], LAW, f"{case}: norm of step {step}")
-    after = pipeline.weights()
-    for name, weight in last.weights.items():
-        assert_close(before[name], last.before[name], LAW, f"{case}: initial {name}")
-        assert differs(after[name], before[name]), f"{case}: {name} did not move"
-        assert_close(after[name], weight, LAW, f"{case}: {name} after {STEPS} steps")
+    check_equality(pipeline, batch, first, last, str(case))
 
 
 def check_all(rank: int, impl: Any, cases: list[tuple[Case, Truth, Truth]]) -> None:

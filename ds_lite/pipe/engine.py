@@ -8,7 +8,6 @@ What instructions do with tensors stands in `stage.py`, what the reductions do i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -37,6 +36,7 @@ from ds_lite.pipe.losses import arranged, reduced
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.pipe.p2p import StageLink
 from ds_lite.pipe.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
+from ds_lite.pipe.shared_fate import SharedFate
 from ds_lite.pipe.stage import Buffer, Stage
 
 
@@ -63,6 +63,7 @@ class PipelineEngine(Engine):
     """
 
     module: PipelineModule
+    takes_metrics = False
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class PipelineEngine(Engine):
         self.stage = Stage(module, previous, following, self.device, input_dtype)
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
-        self._has_agreed = False
+        self._fate = SharedFate(self.stage, self.gradients)
 
     def _link(self, stage_id: int) -> StageLink:
         return StageLink(self.grid.stage_to_global(stage_id), self.grid.group("pipe"), self.device)
@@ -125,43 +126,10 @@ class PipelineEngine(Engine):
         schedule = self._train_schedule()
         self.stage.start(schedule.num_pipe_buffers(), self.micro_batches, scaled=self.scaler.scaled)
         self.gradients.expect(self.micro_batches)
-        with self._failing_together():
+        with self._fate.batch():
             self._exec_schedule(schedule, without)
             self.stage.finish()
             return self._result("avg")
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """A rank that fails before the batch's first collective stops all ranks, other replicas too."""
-        self._has_agreed = False
-        try:
-            yield
-            return
-        except Exception as error:
-            self.stage.failure = f"{type(error).__name__}: {error}"
-            if self._has_agreed:
-                raise
-            self._has_agreed = True
-            cause = self.stage.announce(error)
-            self.gradients.leave(cause)  # before the neighbours: each may wait for the other
-            self.stage.drain(error)
-        raise_together(cause)
-
-    def _agree(self) -> None:
-        """Once a batch, before its first collective: every rank came this far, or all of them raise.
-
-        A failure on one replica, or in a stage's last backward, finds its peers on the way to a collective.
-        In training some micro-batch's loss must have led to a gradient, as one process demands too.
-        """
-        if self._has_agreed:
-            return
-        self._has_agreed = True
-        has_trained = raise_together(None, anyone=self.stage.has_trained)
-        if torch.is_grad_enabled() and not has_trained:
-            raise ValueError(
-                "the loss of no micro-batch needs a gradient, so nothing would be trained; do not detach the "
-                "outputs or the loss, and leave some parameter trainable (§9.2)"
-            )
 
     def eval_batch(
         self,
@@ -189,11 +157,11 @@ class PipelineEngine(Engine):
         self.module.eval()
         self.stage.start(schedule.num_pipe_buffers(), count, compute_loss=compute_loss)
         try:
-            with torch.no_grad(), self._failing_together():
+            with torch.no_grad(), self._fate.batch():
                 self._exec_schedule(schedule)
                 outputs = self.stage.last_outputs
                 self.stage.finish()
-                self._agree()
+                self._fate.agree()
                 loss = self._result(reduce_output, is_shared=bcast_loss) if compute_loss else None
         finally:
             for layer, was_training in modes:
@@ -285,11 +253,11 @@ class PipelineEngine(Engine):
         self.gradients.collect()
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._agree()
+        self._fate.agree()
         self.gradients.sum_tied()
 
     def _exec_reduce_grads(self) -> None:
-        self._agree()
+        self._fate.agree()
         self.gradients.reduce()
 
     def _exec_optimizer_step(self) -> None:

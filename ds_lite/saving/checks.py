@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_lite.saving.engine_view import EngineView
 from ds_lite.saving.files import ENGINE_FILE, Manifest, load_states, verify
 from ds_lite.saving.groups import Group, chosen_options, groups_of, groups_of_a_stage
 from ds_lite.saving.optimizer import names_of_targets, places_of
 from ds_lite.saving.parts import expert_names
 from ds_lite.saving.ranks import gathered, some, together
 from ds_lite.saving.state import STAGE, module_state, whole_shape
-
-if TYPE_CHECKING:
-    from ds_lite.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class LoadPlan:
     Raises: ValueError, on every rank, for what is damaged or does not fit.
     """
 
-    def __init__(self, engine: Engine, folder: str, manifest: Manifest, options: LoadOptions) -> None:
+    def __init__(self, engine: EngineView, folder: str, manifest: Manifest, options: LoadOptions) -> None:
         self.engine, self.folder, self.manifest, self.options = engine, folder, manifest, options
         self.by_hand = options.custom_load_fn is not None
         is_whole = not options.module_only

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_lite.saving.checks import LoadOptions, LoadPlan
+from ds_lite.saving.engine_view import EngineView
 from ds_lite.saving.files import Manifest, check_name, load_states, read_latest, read_manifest, tags_in
 from ds_lite.saving.groups import set_options
 from ds_lite.saving.optimizer import (
@@ -28,7 +29,6 @@ from ds_lite.saving.publishing import find_checkpoint
 from ds_lite.saving.ranks import agree, from_rank_zero, in_the_trace, together
 from ds_lite.saving.state import (
     AXES,
-    forget_batch,
     put,
     set_engine_state,
     set_generator_states,
@@ -36,14 +36,11 @@ from ds_lite.saving.state import (
     whole_shape,
 )
 
-if TYPE_CHECKING:
-    from ds_lite.engine import Engine
-
 Path = str | os.PathLike[str]
 
 
 def load_checkpoint(
-    engine: Engine, load_dir: Path, tag: str | None, options: LoadOptions
+    engine: EngineView, load_dir: Path, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any]]:
     """Go on from `load_dir/tag`, by default from what `latest` names. Every rank calls it.
 
@@ -96,7 +93,7 @@ def _carry_out(plan: LoadPlan) -> None:
     engine = plan.engine
     together(lambda: _load_tensors(plan))
     engine.gradients.publish()
-    forget_batch(engine)
+    engine.forget_batch()
     if plan.options.module_only:
         return
     set_engine_state(engine, plan.saved)

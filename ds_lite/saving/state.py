@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ds_lite.pipe.module import PipelineModule
+from ds_lite.saving.engine_view import EngineView
 from ds_lite.saving.files import plain
 from ds_lite.saving.optimizer import part_of
 from ds_lite.tags import cut_of, tags_of, whole
-
-if TYPE_CHECKING:
-    from ds_lite.engine import Engine
 
 AXES = ("pipe", "data", "seq", "model")
 STAGE = AXES[1:]  # the ranks that hold the same layers; the first of them writes
@@ -105,7 +103,7 @@ def put(module: nn.Module, name: str, target: Any, value: Any) -> None:
 # ------------------------------------------------------------------------- counters, schedule, generators
 
 
-def engine_state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
+def engine_state(engine: EngineView, client_state: dict[str, Any]) -> dict[str, Any]:
     """What the engine counts, and what the script wants to keep, as of the last optimizer step.
 
     Raises: ValueError, with the key, for what cannot be loaded again.
@@ -114,14 +112,14 @@ def engine_state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.micro_steps - engine._accumulated,
+        "micro_steps": engine.micro_steps_at_last_step(),
         "micro_offset": getattr(engine.module, "micro_offset", 0),
         "loss_scale": engine.scaler.state_dict() if engine.scaler.is_dynamic else None,
         "client_state": plain(dict(client_state), "client_state"),
     }
 
 
-def set_engine_state(engine: Engine, saved: dict[str, Any]) -> None:
+def set_engine_state(engine: EngineView, saved: dict[str, Any]) -> None:
     """Go on counting from a saved engine's numbers."""
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.skipped_steps, engine.micro_steps = saved["skipped_steps"], saved["micro_steps"]
@@ -130,19 +128,7 @@ def set_engine_state(engine: Engine, saved: dict[str, Any]) -> None:
         engine.module.micro_offset = saved["micro_offset"]
 
 
-def begun(engine: Engine) -> int:
-    """Micro-batches since the last optimizer step, whose gradients no checkpoint holds."""
-    return engine._accumulated + engine._has_backward
-
-
-def forget_batch(engine: Engine) -> None:
-    """No gradient and no micro-batch of before is left."""
-    engine.gradients.clear()
-    engine._accumulated = 0
-    engine._has_backward = engine._has_reduced = False
-
-
-def set_loss_scale(engine: Engine, saved: dict[str, Any]) -> None:
+def set_loss_scale(engine: EngineView, saved: dict[str, Any]) -> None:
     """Take over a dynamic loss scale where both runs have one."""
     if saved["loss_scale"] is not None and engine.scaler.is_dynamic:
         engine.scaler.load_state_dict(saved["loss_scale"])

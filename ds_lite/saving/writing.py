@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ds_lite.agreement import raise_together
+from ds_lite.saving.engine_view import EngineView
 from ds_lite.saving.files import (
     ENGINE_FILE,
     FileRecord,
@@ -28,7 +29,6 @@ from ds_lite.saving.ranks import agree, from_rank_zero, gathered, in_the_trace, 
 from ds_lite.saving.state import (
     AXES,
     STAGE,
-    begun,
     check_cuts,
     engine_state,
     generator_states,
@@ -38,16 +38,13 @@ from ds_lite.saving.state import (
     whole_shape,
 )
 
-if TYPE_CHECKING:
-    from ds_lite.engine import Engine
-
 __all__ = ["save_checkpoint", "save_whole_model"]
 
 Path = str | os.PathLike[str]
 
 
 def save_checkpoint(
-    engine: Engine,
+    engine: EngineView,
     save_dir: Path,
     tag: str | None,
     client_state: dict[str, Any],
@@ -84,16 +81,16 @@ def save_checkpoint(
             if engine.global_rank == 0:
                 publication.discard()
             raise
-        if begun(engine) and engine.global_rank == 0:
+        if (begun := engine.micro_batches_begun()) and engine.global_rank == 0:
             print(
-                f"ds_lite: saved {name} as of the last step; the gradients of {begun(engine)} micro-batches "
-                f"since then are not in it",
+                f"ds_lite: saved {name} as of the last step; the gradients of {begun} micro-batches since "
+                f"then are not in it",
                 flush=True,
             )
     return True
 
 
-def save_whole_model(engine: Engine, save_dir: Path, filename: str, exclude_frozen: bool) -> bool:
+def save_whole_model(engine: EngineView, save_dir: Path, filename: str, exclude_frozen: bool) -> bool:
     """One file with the whole state dict, on the CPU in the module's own dtypes, for torch.load anywhere.
 
     The stages write their layers beside it and rank 0 copies them together from the disk, so no rank needs
@@ -124,7 +121,7 @@ def save_whole_model(engine: Engine, save_dir: Path, filename: str, exclude_froz
 class _Snapshot:
     """What this rank brings to a save, checked before anything is written; no client_state: weights only."""
 
-    def __init__(self, engine: Engine, client_state: dict[str, Any] | None, exclude_frozen: bool) -> None:
+    def __init__(self, engine: EngineView, client_state: dict[str, Any] | None, exclude_frozen: bool) -> None:
         module = engine.module
         self.state = module_state(module)
         check_cuts(self.state, engine.grid.size("model"))
@@ -181,7 +178,7 @@ class _Report:
             self.error = error
 
 
-def _write_stage(engine: Engine, folder: str, snapshot: _Snapshot) -> _Report | None:
+def _write_stage(engine: EngineView, folder: str, snapshot: _Snapshot) -> _Report | None:
     """Write the parts of this stage, each as two files; the report is on the ranks that wrote some.
 
     Raises: on every rank what the lowest rank that failed could not write.
@@ -226,7 +223,7 @@ def _record(file: str, value: Any, whole: Any) -> TensorRecord:
 
 
 def _finish(
-    engine: Engine,
+    engine: EngineView,
     publication: Publication,
     snapshot: _Snapshot,
     reports: list[tuple[_Report | None, dict[str, Any]]],

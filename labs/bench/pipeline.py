@@ -27,6 +27,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Annotated
@@ -84,8 +85,8 @@ def measure(all_crews: dict[str, Crew], rounds: int, patience_s: float) -> list[
         while len(made) < rounds or perf_counter() < deadline:
             wait_until_quiet(pids, limit_cores=QUIET, deadline=deadline)
             before = Reading.now(pids)
-            shift = len(made) % len(all_crews)  # nobody is always the first, or always behind the same one
-            order = [*all_crews][shift:] + [*all_crews][:shift]
+            # Who runs behind one process, which leaves a core idle, is slower than behind two.
+            order = Random(len(made)).sample([*all_crews], len(all_crews))
             seconds = {name: all_crews[name].step()[0] for name in order}
             made.append(Round(seconds, foreign_cores(before, Reading.now(pids))))
             bar.update(quiet, completed=sum(each.foreign < QUIET for each in made))

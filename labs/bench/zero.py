@@ -6,7 +6,8 @@
 
 First the bytes that a rank holds under ZeRO 0, 1 and 2, in float32 with Adam, against the formulas: 4P of
 parameters, 4P of gradients, 8P of states; stage 1 divides the states over the dp replicas, stage 2 the
-gradients too and has one bucket besides. Counted are all storages alive of 64 KiB and more.
+gradients too and has one bucket besides. Counted are all storages alive of 64 KiB and more. Stages 0 and 1
+keep the gradients' buffers from step to step, as torch does with `gradient_as_bucket_view`.
 
 Then seconds of one ZeRO-1 step of two replicas, as in `pipeline.py`: all engines live in worker processes
 of one thread each, only one works at a time, a round is one step of each, and a ratio is formed inside its
@@ -107,7 +108,8 @@ def _bytes_of(ranks: list[dict[str, int]], stage: int, replicas: int) -> Bytes:
     states = 8 / replicas if stage >= 1 else 8
     gradients = 4 / replicas + 4 * SMALL_BUCKET / count if stage == 2 else 4
     after, peak = (max(rank[key] for rank in ranks) / count for key in ("after", "peak"))
-    return Bytes(stage, replicas, after, 4 + states, peak, 4 + states + gradients)
+    kept = 4 if stage < 2 else 0  # the gradients' buffers, for the next step
+    return Bytes(stage, replicas, after, 4 + states + kept, peak, 4 + states + gradients)
 
 
 def show_bytes(rows: list[Bytes]) -> None:
@@ -167,7 +169,8 @@ def show_times(rows: list[Row], missing: list[str], rounds: list[Round]) -> None
 
 def verdicts(rows: list[Row]) -> dict[str, bool]:
     """Whether ds_lite is no slower than each other engine of two replicas, by the median of the ratios."""
-    return {r.name: r.to_ds_lite.median >= 1 for r in rows if r.processes > 1 and r.name != "ds_lite"}
+    others = [row for row in rows if row.processes > 1 and not row.name.startswith("ds_lite")]
+    return {row.name: row.to_ds_lite.median >= 1 for row in others}
 
 
 def contestants_of(deepspeed_python: str | None, beside: list[Path]) -> list[Contestant]:

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from ds_lite.gradients import Gradients
-from ds_lite.pipe import engine as pipe_engine
+from ds_lite.pipe import shared_fate
 from ds_lite.pipe.stage import Stage
 from mutants import Mutant, Patch, around, killed_by
 
@@ -22,13 +22,11 @@ def replicas_do_not_agree() -> Patch:
     """A rank that fails raises alone, and the other replica waits for it in the reduction."""
 
     def alone(right: Any, error: Any, *args: Any, **kwargs: Any) -> bool:
-        if "micro_batches" in kwargs:  # the agreement on the data is another rule
-            return bool(right(error, *args, **kwargs))
         if error is not None:
             raise error
         return True
 
-    return around(pipe_engine, "raise_together", alone)
+    return around(shared_fate, "raise_together", alone)
 
 
 @killed_by(MUTANTS, OPPOSITE, "ReduceTiedGrads", section="9.9.2", deadline=6.0)

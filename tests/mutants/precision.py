@@ -58,3 +58,14 @@ def overflow_not_noticed() -> Patch:
 def scale_left_in_the_gradients() -> Patch:
     """The loss is scaled, and the gradients are clipped and stepped with the scale in them."""
     return around(Gradients, "norm", lambda right, self: right(self) * self.loss_scale)
+
+
+@killed_by(
+    MUTANTS,
+    "tests/test_s09_1_engine_use.py::test_masters_follow_weights_that_were_loaded_by_hand[bf16]",
+    "zero=0: weight was brought back",
+    section="9.3",
+)
+def masters_bring_old_weights_back() -> Patch:
+    """Weights that a script loads are overwritten by the masters at the next step."""
+    return mock.patch.object(MasterBucket, "follow", lambda self: None)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from ds_lite import comm
 from ds_lite.buckets import Bucket
 from ds_lite.engine import Engine
@@ -129,10 +131,102 @@ def missing_gradient_stays_missing() -> Patch:
         for parameter in missing:
             parameter.grad = None
 
-    return around(Bucket, "reduce", reduce)
+    return around(Bucket, "finish_reduce", reduce)
 
 
 @killed_by(MUTANTS, f"{MISSING}[pp1-dp2]", "gradient of 0.never", section="9.1")
 def nothing_is_ever_missing() -> Patch:
     """A parameter that no rank used gets a gradient of zeros, and the optimizer decays it."""
-    return around(Bucket, "_write_flags", lambda right, bucket, buffer: right(bucket, buffer).fill_(1.0))
+
+    def write(bucket: Bucket, buffer: Tensor) -> None:
+        buffer[-len(bucket.seen) :].fill_(1.0)
+
+    return mock.patch.object(Bucket, "_write_flags", write)
+
+
+# --------------------------------------------------------------------------- what scripts do between steps
+
+USE = "tests/test_s09_1_engine_use.py"
+
+
+@killed_by(MUTANTS, f"{USE}::test_a_backward_that_failed_leaves_no_trace", "a gradient twice", section="9.1")
+def cursor_not_reset() -> Patch:
+    """After a backward that broke off, ZeRO-2 goes on with the bucket at which it was."""
+
+    def clear(right: Any, gradients: Gradients) -> None:
+        with mock.patch.object(gradients._eager, "expect", lambda count: None):
+            right(gradients)
+
+    return around(Gradients, "clear", clear)
+
+
+@killed_by(MUTANTS, f"{USE}::test_parameters_may_be_given_another_storage", "zero=1: differs", section="9.1")
+def storage_not_followed() -> Patch:
+    """A parameter that left the ZeRO buffer is stepped there, where nobody reads it."""
+    return mock.patch.object(ShardedBucket, "follow", lambda self: None)
+
+
+@killed_by(MUTANTS, f"{USE}::test_a_step_reduces_what_was_not_reduced", "zero=0 .*: differs", section="9.1")
+def step_on_local_gradients() -> Patch:
+    """step() trusts that somebody has averaged the gradients."""
+    always = property(lambda engine: True, lambda engine, value: None)
+    return mock.patch.object(Engine, "_has_reduced", always, create=True)
+
+
+# -------------------------------------------------------------------------- what starts during a backward
+
+EARLY = "tests/test_s09_1_zero_early.py"
+CROSSING = f"{EARLY}::test_replicas_that_use_other_layers_equal_one_process[1-2]"
+
+
+@killed_by(
+    MUTANTS, f"{EARLY}::test_a_gradient_that_comes_late_is_still_counted[-1]", "late on", section="9.1"
+)
+def late_gradient_dropped() -> Patch:
+    """What arrives after its bucket was sent is forgotten."""
+
+    def read(right: Any, bucket: ShardedBucket) -> bool:
+        right(bucket)
+        return False
+
+    return around(ShardedBucket, "_read_late_flags", read)
+
+
+@killed_by(MUTANTS, CROSSING, "norm of step", section="9.1")
+def buckets_sent_as_they_are_looked_at() -> Patch:
+    """Making a bucket ready sends the next one first, and on another replica, which lacks it, not."""
+
+    def take(right: Any, bucket: Bucket, index: int) -> None:
+        right(bucket, index)
+        if isinstance(bucket, ShardedBucket) and bucket.when_full is not None and bucket.is_full():
+            bucket.when_full()
+
+    return around(Bucket, "take", take)
+
+
+@killed_by(MUTANTS, CROSSING, "norm of step", section="9.1")
+def old_gradients_left_in_the_buffer() -> Patch:
+    """A buffer that is used again still holds the last step's gradient where this step has none."""
+
+    def make(right: Any, bucket: Bucket) -> Any:
+        buffer = right(bucket)
+        bucket._filled = [True] * len(bucket._filled)
+        return buffer
+
+    return around(Bucket, "_make_buffer", make)
+
+
+@killed_by(
+    MUTANTS,
+    f"{EARLY}::test_tensor_parallel_parts_in_a_plain_engine_equal_one_process[1]",
+    "gradient of scale",
+    section="9.3",
+)
+def parts_sent_before_their_sum() -> Patch:
+    """A bucket whose gradients are parts on the model axis goes out as soon as it is full."""
+
+    def make(right: Any, bucket: ShardedBucket, *args: Any, **options: Any) -> None:
+        right(bucket, *args, **options)
+        bucket.is_eager = True
+
+    return around(ShardedBucket, "__init__", make)
