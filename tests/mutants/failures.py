@@ -43,7 +43,7 @@ def ties_in_the_order_of_the_layers() -> Patch:
 
 @killed_by(
     MUTANTS,
-    f"{FAULTS}::test_an_engine_that_failed_midway_is_not_used_again[(0, 3)]",
+    f"{FAULTS}::test_an_engine_that_failed_midway_is_not_used_again[0-3]",
     "of 4 ranks raised RuntimeError",
     section="9.10",
     deadline=10.0,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_lite import comm
 from ds_lite.buckets import Bucket
 from ds_lite.engine import Engine
-from ds_lite.gradients import Gradients, Routes
+from ds_lite.gradients import Gradients, Routes, _Eager
 from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.instructions import ReduceGrads, ReduceTiedGrads
 from ds_lite.zero import ShardedBucket
@@ -193,15 +193,17 @@ def late_gradient_dropped() -> Patch:
 
 
 @killed_by(MUTANTS, CROSSING, "norm of step", section="9.1")
-def buckets_sent_as_they_are_looked_at() -> Patch:
-    """Making a bucket ready sends the next one first, and on another replica, which lacks it, not."""
+def buckets_sent_as_they_fill() -> Patch:
+    """Whichever bucket is full is sent next, and another replica fills another one first."""
 
-    def take(right: Any, bucket: Bucket, index: int) -> None:
-        right(bucket, index)
-        if isinstance(bucket, ShardedBucket) and bucket.when_full is not None and bucket.is_full():
-            bucket.when_full()
+    def advance(right: Any, eager: _Eager) -> None:
+        buckets = eager._buckets
+        for index in range(len(buckets)):
+            if eager._is_open and index >= eager._next and buckets[index].is_full():
+                buckets[eager._next], buckets[index] = buckets[index], buckets[eager._next]
+                right(eager)
 
-    return around(Bucket, "take", take)
+    return around(_Eager, "advance", advance)
 
 
 @killed_by(MUTANTS, CROSSING, "norm of step", section="9.1")

@@ -121,7 +121,7 @@ def input_gradient_not_summed() -> Patch:
 
 @killed_by(
     MUTANTS,
-    f"{REPORTS}::test_a07_different_data_is_refused_on_the_first_batch[('engine', 1, 2)]",
+    f"{REPORTS}::test_a07_different_data_is_refused_on_the_first_batch[engine-1-2]",
     "0 of 2 ranks raised ValueError",
     section="9.3",
 )
