@@ -36,7 +36,7 @@ def main() -> None:
     the_formula()
     what_moves_the_bubble()
     two_stages_equal_one_process()
-    print("\nNext: chapters/ch09_pipeline_module.py   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch03_three_axes.py   Lab: python -m ds_lite lab 2 --nproc 4")
 
 
 def the_picture() -> None:
