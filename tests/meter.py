@@ -37,6 +37,7 @@ class LiveStorages(TorchDispatchMode):
         self.min_bytes = min_bytes
         self.current = 0
         self.peak = 0
+        self.largest = 0  # single storage
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +58,7 @@ class LiveStorages(TorchDispatchMode):
             # The Python object of a storage lives as long as its memory does, so its death is the memory's.
             self._alive[key] = (weakref.ref(storage, lambda _, key=key: self._forget(key)), size)
             self.current += size
-            self.peak = max(self.peak, self.current)
+            self.peak, self.largest = max(self.peak, self.current), max(self.largest, size)
 
     def reset_peak(self) -> None:
         """Let the peak start again from what is alive now."""
