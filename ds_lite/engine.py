@@ -26,6 +26,7 @@ from ds_lite.data import cast_floats, different_data, make_loader
 from ds_lite.gradients import Gradients, Routes, Tie
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.moe.clock import Clock
+from ds_lite.moe.dispatch import check_graph
 from ds_lite.moe.layer import give_clock
 from ds_lite.precision import LossScaler, compute_dtype
 from ds_lite.reporting import skip_line, step_line, times
@@ -75,7 +76,9 @@ class Engine:
         self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._has_compared_data = grid.size("model") == 1
         buckets = make_buckets(module, optimizer, Routes(grid, ties), config)
-        self.gradients = Gradients(module.named_parameters(), buckets)
+        self.gradients = Gradients(
+            module.named_parameters(), buckets, waits_in_backward=grid.exchanges_tokens
+        )
         self.gradients.loss_scale = self.scaler.scale
         self.clock = Clock(config.seed)
         give_clock(module, self.clock)
@@ -115,11 +118,13 @@ class Engine:
 
         Communication: at the accumulation boundary one all-reduce per bucket (ZeRO-1: a reduce-scatter and an
         all-reduce of one flag per parameter); with ZeRO-2 one reduce-scatter per bucket in every call.
-        Raises: ValueError at the boundary if no parameter has a gradient on any replica.
+        Raises: ValueError at the boundary if no parameter has a gradient on any replica; for a loss without
+        graph beside experts on several ranks.
         """
         # m mean losses add up to m times the gradient of the whole batch's mean.
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         is_last = self._syncs and self.is_gradient_accumulation_boundary()
+        self._check_graph(scaled)
         if is_last:
             self.gradients.start_early()
         if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
@@ -130,6 +135,10 @@ class Engine:
             self._reduce()
         self._last_loss = loss.detach()
         return loss
+
+    def _check_graph(self, loss: Tensor) -> None:
+        if self.grid.exchanges_tokens:
+            check_graph(loss, self.grid.group("data", "seq"))
 
     def _reduce(self) -> None:
         self.gradients.reduce()

@@ -89,10 +89,17 @@ class Gradients:
     """Reduce, norm, clip and clear the gradients of one engine.
 
     `buckets` together hold every trainable parameter once. `loss_scale` is what the loss was multiplied by;
-    norms and whole gradients are reported without it.
+    norms and whole gradients are reported without it. `waits_in_backward` says that some layer's backward
+    talks to other data ranks.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        buckets: Sequence[Bucket],
+        *,
+        waits_in_backward: bool = False,
+    ) -> None:
         self._all = dict(named)
         self._parameters = {name: p for name, p in self._all.items() if p.requires_grad}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
@@ -103,7 +110,7 @@ class Gradients:
         # Stages may meet the keys of ties in different orders, so all of them go by the sorted keys.
         tied = [bucket for bucket in self.buckets if bucket.route.tie is not None]
         self._tied = sorted(tied, key=lambda bucket: str(tags_of(bucket.parameters[0]).tied))
-        self._eager = _Eager(self._as_they_fill())
+        self._eager = _Eager(self._as_they_fill(), waits_in_backward)
 
     def _as_they_fill(self) -> list[ShardedBucket]:
         """Sharded buckets in the order in which backward, from the last layer to the first, fills them."""
@@ -211,12 +218,17 @@ class _Eager:
     ZeRO-2 does so in every backward. Where an engine says how many of them a batch has, every scatter is
     agreed first: a replica that failed raises on its peers what it would otherwise hang them with. ZeRO-1
     does so in the backward after `open`, for the buckets that need no sum over other axes before.
+
+    A scatter of ZeRO-2 waits for all data ranks. Where a layer's backward waits for them too, a rank that
+    lacks a gradient would be in the one while its peers are in the other, so scatters come after backward.
     """
 
-    def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], waits_in_backward: bool) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.is_eager]
         self._is_open = self._is_always_open = any(bucket.stage == 2 for bucket in buckets)
         self._next = self._awaited = 0
+        if self._is_always_open and waits_in_backward:
+            return
         itself = weakref.ref(self)
         for bucket in self._buckets:
             bucket.when_full = lambda: _advance(itself)

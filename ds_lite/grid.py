@@ -165,6 +165,11 @@ class PipelineParallelGrid:
         return self._experts[ep_size]
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether some layer of the model, on whatever stage, has experts on several ranks."""
+        return any(size > 1 for size in self._experts)
+
+    @property
     def place(self) -> str:
         """My coordinates in words, e.g. "pipe=1 data=0"."""
         return " ".join(f"{axis}={index}" for axis, index in self._coord.items())

@@ -7,7 +7,8 @@ this rank's shard and keeps states for nothing else; an all-gather brings the ne
               plain engine starts it for each bucket that the last backward has filled
     stage 2   every backward reduce-scatters a bucket as soon as it is full, adds the result to the shard and
               drops the bucket: one bucket is under way, or one for each parameter group where these
-              interleave; a step costs m reduce-scatters
+              interleave; with experts on several ranks all of them, until the backward is over. A step costs
+              m reduce-scatters
 
 With stage 1 the same bytes move as in an all-reduce of the gradients. A tie is summed over its stages before
 the reduce-scatter in stage 1 and on the shard in stage 2; both are the same sum because the tied parameters

@@ -70,7 +70,7 @@ def test_memory_is_linear_in_the_tokens_and_in_nothing_else(experts: int, drop_t
 
 
 def test_without_dropping_a_busy_expert_costs_what_its_rows_cost() -> None:
-    """All tokens at one expert are as many rows as tokens spread evenly; slots would cost eight times that."""
+    """All tokens at one expert are as many rows as tokens spread evenly; slots would cost eight times it."""
     layer, x = make_layer(8, k=1, drop_tokens=False), tokens(4096)
     even, _ = peak(layer, x)
     with torch.no_grad():

@@ -154,6 +154,76 @@ def train_net(engine: Any, steps: int = 2) -> dict[str, Tensor]:
     return merge_equal({name: whole(p) for name, p in engine.module.named_parameters()})
 
 
+# ----------------------------------------------------------- replicas that do not do the same in a backward
+
+
+class Detour(Net):
+    """A layer after the mixture that only positive batches take, so one replica may lack its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(ep_size=2)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, l_aux, _ = self.moe(torch.tanh(self.inner(x)))
+        y = self.outer(y) if x[0, 0] > 0 else y
+        return (x + y).square().mean() + 0.1 * l_aux
+
+
+def make_detour(ep_size: int) -> Detour:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = Detour().double()
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.6)
+    net.moe.ep_size = ep_size
+    return net
+
+
+def lacks_a_gradient(rank: int, zero: int, expected: dict[str, Tensor]) -> None:
+    import ds_lite
+
+    config = settings(zero, zero_keys={"reduce_bucket_size": 20})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": LR}}
+    engine, *_ = ds_lite.initialize(model=make_detour(2), config=config)
+    for step in range(2):
+        engine.backward(engine(detours()[2 * step + rank][0]))
+        engine.step()
+    found = merge_equal({name: whole(p) for name, p in engine.module.named_parameters()})
+    for name, weight in found.items():
+        assert_close(weight, expected[name], LAW, name)
+
+
+def detours() -> list[MicroBatch]:
+    """Only the second replica takes the way over the last layer."""
+    data = [(x.clone(), None) for x, _ in DATA]
+    for index, (x, _) in enumerate(data):
+        x[0, 0] = 1.0 if index % 2 else -1.0
+    return data
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_replica_may_lack_a_gradient_beside_an_exchange(world: Any, zero: int) -> None:
+    truth = one_process([make_detour(1)], None, detours(), lr=LR, steps=2)
+    world(lacks_a_gradient, 2, zero, {name[2:]: weight for name, weight in truth.weights.items()})
+
+
+def without_a_graph(rank: int) -> None:
+    import ds_lite
+
+    config = {**settings(), "optimizer": {"type": "SGD", "params": {"lr": LR}}}
+    engine, *_ = ds_lite.initialize(model=make_net(2), config=config)
+    loss = engine(DATA[rank][0])
+    engine.backward(loss if rank == 0 else torch.zeros((), dtype=F64))
+
+
+def test_a_loss_without_graph_is_refused_where_others_wait_for_its_exchange(world: Any) -> None:
+    world.raises(ValueError, "the loss of data rank 1 has no graph", without_a_graph, 2)
+
+
+# -------------------------------------------------------------------------------- optimizers made too early
+
+
 def with_early_optimizer(rank: int, how: str, zero: int, expected: dict[str, Tensor]) -> None:
     """The optimizer or its groups are made while every rank still has all experts."""
     import ds_lite

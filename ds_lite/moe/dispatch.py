@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_lite import comm, trace
+from ds_lite.agreement import raise_together
 from ds_lite.comm import ProcessGroup
 from ds_lite.moe.routing import Routing
 
@@ -105,6 +106,20 @@ class Exchange:
         by_peer = rows.index_select(0, self.by_expert.argsort())
         returned: Tensor = _AllToAll.apply(self.group, by_peer, self.received, self.sent)
         return returned
+
+
+def check_graph(loss: Tensor, replicas: ProcessGroup) -> None:
+    """Every replica takes part in the exchanges of a backward, so each needs a loss to differentiate.
+
+    Communication: one all-reduce of two numbers over the replicas.
+    Raises: ValueError, on all of them, if one has a loss without graph.
+    """
+    error = ValueError(
+        f"the loss of data rank {comm.get_rank(replicas)} has no graph, but in backward other ranks wait for "
+        f"its part of the experts' exchange; for a micro-batch that shall not count use 0 * outputs.sum() "
+        f"(§9.4)"
+    )
+    raise_together(None if loss.requires_grad else error, replicas)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -249,7 +249,10 @@ class PipelineEngine(Engine):
         return -1 if link is None else link.peer
 
     def _exec_backward_pass(self, buffer_id: int, micro_batch_id: int | None = None) -> None:
-        self.stage.backward(self.stage.buffers[buffer_id])
+        buffer = self.stage.buffers[buffer_id]
+        if buffer.loss is not None:
+            self._check_graph(buffer.loss)
+        self.stage.backward(buffer)
         self.gradients.collect()
 
     def _exec_reduce_tied_grads(self) -> None:

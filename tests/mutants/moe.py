@@ -10,7 +10,8 @@ import torch
 
 from ds_lite import comm, grid
 from ds_lite.buckets import Bucket
-from ds_lite.gradients import Routes
+from ds_lite.engine import Engine
+from ds_lite.gradients import Routes, _Eager
 from ds_lite.moe import dispatch, gating, layer
 from ds_lite.moe.clock import Clock
 from ds_lite.moe.dispatch import Exchange
@@ -42,7 +43,7 @@ def _of(change: Any) -> Patch:
     return around(Routes, "of", of)
 
 
-@killed_by(MUTANTS, f"{B03}[(2, 0)]", r"2\.0|3\.0", section="9.4")
+@killed_by(MUTANTS, f"{B03}[2-0]", r"2\.0|3\.0", section="9.4")
 def divided_by_the_copies() -> Patch:
     """Gradients of experts are averaged over the ranks that hold them, not over all that sent tokens."""
     return _of(lambda self, tags, r: replace(r, divisor=comm.get_world_size(r.data)))
@@ -116,7 +117,7 @@ def rows_not_grouped_by_expert() -> Patch:
     )
 
 
-@killed_by(MUTANTS, f"{UNEVEN}[(1, True)]", "differs", section="9.12.4")
+@killed_by(MUTANTS, f"{UNEVEN}[1-True]", "differs", section="9.12.4")
 def gradient_not_exchanged_back() -> Patch:
     """Backward leaves the gradients of the rows where the experts are."""
 
@@ -220,7 +221,7 @@ def second_choices_queue_with_first() -> Patch:
 
 @killed_by(
     MUTANTS,
-    f"{SCRIPTS}::test_noise_does_not_depend_on_the_layout[('k1', 'RSample')]",
+    f"{SCRIPTS}::test_noise_does_not_depend_on_the_layout[k1-RSample]",
     "dp2: differs|dp2",
     section="9.12.2",
 )
@@ -260,3 +261,34 @@ def size_threshold_ignored() -> Patch:
 def experts_of_rank_zero_saved() -> Patch:
     """Only the first rank of a stage writes, so the experts of the others are in no checkpoint."""
     return mock.patch.object(parts, "expert_names", lambda module: {})
+
+
+# --------------------------------------------------------------------- replicas that do not do the same
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_a_replica_may_lack_a_gradient_beside_an_exchange[2]",
+    "(?i)ExchangeTokens|still ran|did not finish",
+    section="9.4",
+    deadline=10.0,
+)
+def scatter_beside_an_exchange() -> Patch:
+    """ZeRO-2 scatters a full bucket while a replica that lacks a gradient of it waits for tokens."""
+
+    def make(right: Any, eager: _Eager, buckets: Any, waits_in_backward: bool) -> None:
+        right(eager, buckets, False)
+
+    return around(_Eager, "__init__", make)
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_a_loss_without_graph_is_refused_where_others_wait_for_its_exchange",
+    "(?i)ExchangeTokens|still ran|did not finish",
+    section="9.4",
+    deadline=10.0,
+)
+def graphs_not_compared() -> Patch:
+    """A replica whose loss has no graph leaves its peers waiting in the exchange."""
+    return mock.patch.object(Engine, "_check_graph", lambda self, loss: None)
