@@ -50,7 +50,7 @@ def main() -> None:
     who_and_what([runs[1] for runs in by_rank])
     what_a_block_costs(by_rank[0], by_rank[DP * TP])
     the_one_law(by_rank)
-    print("\nNext: chapters/ch07_megatron.py   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch04_mixture_of_experts.py   Lab: python -m ds_lite lab 2 --nproc 4")
 
 
 def who_and_what(ranks: list[Run]) -> None:

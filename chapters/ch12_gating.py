@@ -35,7 +35,7 @@ def main() -> None:
     which_positions_lose()
     the_loss_by_hand()
     there_and_back()
-    print("\nNext: chapters/ch04_mixture_of_experts.py   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: the lab, python -m ds_lite lab 2 --nproc 4")
 
 
 def capacities() -> None:
