@@ -26,6 +26,7 @@ from ds_lite.moe.noise import Purpose, TokenNoise
 from ds_lite.moe.queues import expert_capacity
 
 T, E, ROUNDS = 64, 4, 200
+CHOSEN = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])
 PULL = torch.tensor([1.0, 0.5, 0.0, 0.0])  # expert 0 is liked best
 
 
@@ -52,6 +53,10 @@ def what_a_factor_costs() -> None:
     print(
         f"\n2 {ROUNDS} micro-batches of T={T} for E={E} experts, top-1. Predict: what does factor 1.0 drop?\n"
     )
+    wanted = torch.cat(scores()).argmax(dim=1).bincount() / (ROUNDS * T)
+    print(
+        "wanted: " + ", ".join(f"{share:.1%}" for share in wanted) + "; with equal shares 1.0 drops nothing"
+    )
     print("factor   slots   dropped   empty slots   C, the largest")
     for factor in (0.5, 1.0, 1.25, 2.0, None):
         found = [top1(logits, factor) for logits in scores()]
@@ -76,7 +81,7 @@ def which_positions_lose() -> None:
     for name, found in quarters.items():
         lost = torch.stack([routing.dropped.any(dim=1) for routing in found]).double().mean(dim=0)
         print(f"{name:<36}" + "".join(f"{share:>8.1%}" for share in lost.view(4, -1).mean(dim=1).tolist()))
-    print("without RTS it is always the end of the sequence that loses its experts")
+    print("first come, first served takes the experts from the end; the other two treat all positions alike")
 
 
 def the_loss_by_hand() -> None:
@@ -95,7 +100,9 @@ def the_loss_by_hand() -> None:
             for gate, share in zip(gates.mean(dim=0).tolist(), (chosen / len(gates)).tolist(), strict=True)
         )
         print(f"{name:<18} 2 ({products}) = {float(load_balancing_loss(gates, chosen)):.3f}")
-    print("its range is from 7/8 to 2 for two experts; for E the lower end falls towards 1/2, the upper is E")
+    gates = torch.cat([0.2 * torch.eye(4) + 1e-6, 0.2 * torch.ones(4, 4)], dim=1)
+    print(f"E=8, four tokens that barely choose four experts: {load_balancing_loss(gates, CHOSEN):.3f}")
+    print("two experts have 7/8 to 2; E have at most E, and the more they are, the closer to 0 it may come")
 
 
 def there_and_back() -> None:

@@ -7,7 +7,8 @@ one step after another; with ZeRO-2 it is dropped as soon as it is reduced. A pa
 has `.grad` None and a flag that says so.
 
 The order of a step: `arrive` for each gradient, `sum_tied`, `start_reduce` and `finish_reduce`, `counted`,
-`scale_`, the optimizer on the targets of `pieces`, `publish`, `clear`.
+`scale_`, the optimizer on the targets of `pieces`, `publish`, `clear`. With ZeRO a bucket may be reduced
+earlier, while gradients still arrive (`zero.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Bucket:
         self.buffer: Tensor | None = None  # gradients, padding, one flag per parameter
         self._kept: Tensor | None = None  # a buffer that nothing uses
         self._views: list[Tensor] = []
-        self._filled: list[bool] = []  # the rest of a new buffer holds anything
+        self._filled: list[bool] = []  # the other places hold garbage, or an earlier step's gradients
         self._has_reduced = False
         self._sum: Any = None  # the handle of a reduction over the data axis
         for index, parameter in enumerate(self.parameters):
@@ -90,8 +91,7 @@ class Bucket:
         parameter = self.parameters[index]
         gradient = parameter.grad
         assert gradient is not None
-        if self.buffer is None:
-            self._make_buffer()
+        self._make_buffer()
         view = self._views[index]
         if gradient is not view:
             gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
@@ -121,6 +121,7 @@ class Bucket:
             if parameter.grad is not None:
                 if parameter.grad is not view or not self.seen[index]:
                     self.take(index)
+            # With views a `.grad` of None takes a gradient away; without them it is always None here.
             elif not self._filled[index] or (self.keeps_views and self.seen[index]):
                 view.zero_()
                 self._filled[index] = True
@@ -211,7 +212,10 @@ class Bucket:
             self._look_again().mul_(factor.to(self.dtype))
 
     def follow(self) -> None:
-        """Called before the optimizer step: what somebody wrote into the parameters counts. They do here."""
+        """Called before reducing and before saving, for what somebody wrote into the parameters.
+
+        Nothing to do where the optimizer steps the parameters themselves.
+        """
 
     def publish(self) -> Work | None:
         """Called after the optimizer step; nothing to do where it stepped the parameters themselves."""
@@ -236,7 +240,7 @@ class Bucket:
             piece.target.grad = None
 
     def _keep(self, buffer: Tensor | None) -> None:
-        """New memory costs more than a backward's copies into it, so the next step gets the same."""
+        """The next step gets the same memory: pages that the system has to give anew cost time on a CPU."""
         if buffer is not None:
             self._kept = buffer
 

@@ -80,7 +80,7 @@ def check_ep_size(ep_size: int, replicas: int) -> None:
 def make_expert_groups(
     lists: tuple[RankLists, RankLists], alone: ProcessGroup, replicas: ProcessGroup
 ) -> ExpertGroups:
-    """This rank's groups. `alone` and `replicas` serve where a group is this rank, or all data x seq ranks.
+    """This rank's groups. `alone` serves where a group is this rank, `replicas` where ep_size is 1.
 
     Communication: creates groups; every rank of the world calls it at the same point with the same lists.
     """

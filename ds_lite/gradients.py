@@ -138,7 +138,10 @@ class Gradients:
         self._eager.open()
 
     def collect(self) -> None:
-        """Take in what one backward left; every engine calls it after each backward (ZeRO-1, ZeRO-2)."""
+        """Take in what one backward left; every engine calls it after each backward (ZeRO-1, ZeRO-2).
+
+        Communication: a reduce-scatter for each bucket that was not full during the backward.
+        """
         self._eager.flush()
 
     def leave(self, error: Exception) -> None:
@@ -153,6 +156,7 @@ class Gradients:
     def reduce(self) -> None:
         """Make every gradient whole over the model axis and average it over the data axis.
 
+        Communication: see `start_reduce` of the buckets.
         Raises: ValueError for a parameter that became trainable after the engine was made.
         """
         late = [name for name, p in self._all.items() if p.requires_grad and id(p) not in self._bucket_of]
@@ -285,9 +289,12 @@ class _Eager:
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
-    """To float64; on a CPU float32 is squared in parts that its cache holds, unless that leaves its range."""
+    """In float64, or on a CPU float32 in parts that its cache holds, whose sums are added in float64.
+
+    Sums that could have left float32's range, below or above, are taken again in float64.
+    """
     if values.device.type == "cpu" and values.dtype == torch.float32:
-        parts = values.split(2**16)  # each to about 1e-7 of its sum, in a quarter of `vector_norm`'s time
+        parts = values.split(2**16)
         total = torch.stack([torch.dot(part, part) for part in parts]).double().sum()
         if 1e-24 < total < 1e30:
             return total

@@ -40,10 +40,10 @@ class Mixture:
     use_rts: bool = True
     top2_2nd_expert_sampling: bool = True
 
-    def build(self, shape: Shape, expert: Callable[[Shape], nn.Module] = MLP) -> MoE:
-        """The layer; experts of another class than MLP are cut over the model axis."""
-        is_cut = expert is not MLP
-        return MoE(shape.width, expert(shape), **vars(self), enable_expert_tensor_parallelism=is_cut)
+    def build(self, shape: Shape, *, cut_experts: bool = False) -> MoE:
+        """The layer; with `cut_experts` every expert is cut over the model axis."""
+        expert = ParallelMLP(shape) if cut_experts else MLP(shape)
+        return MoE(shape.width, expert, **vars(self), enable_expert_tensor_parallelism=cut_experts)
 
 
 class MoEBlock(nn.Module):
@@ -54,11 +54,12 @@ class MoEBlock(nn.Module):
         shape: Shape,
         mixture: Mixture,
         attention: Callable[[Shape], nn.Module] = Attention,
-        expert: Callable[[Shape], nn.Module] = MLP,
+        *,
+        cut_experts: bool = False,
     ) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(shape.width), attention(shape)
-        self.norm2, self.moe = nn.LayerNorm(shape.width), mixture.build(shape, expert)
+        self.norm2, self.moe = nn.LayerNorm(shape.width), mixture.build(shape, cut_experts=cut_experts)
 
     def forward(self, inputs: Tensor | Stream) -> Stream:
         x, before = inputs if isinstance(inputs, tuple) else (inputs, None)
@@ -106,8 +107,7 @@ def parallel_moe_layer_specs(shape: Shape, mixture: Mixture, *, cut_experts: boo
 
     Experts that are not cut are whole on each rank, and each works on its share of the tokens.
     """
-    expert = ParallelMLP if cut_experts else MLP
-    return _specs(shape, LayerSpec(MoEBlock, shape, mixture, ParallelAttention, expert))
+    return _specs(shape, LayerSpec(MoEBlock, shape, mixture, ParallelAttention, cut_experts=cut_experts))
 
 
 def _specs(shape: Shape, block: LayerSpec) -> list[LayerSpec]:

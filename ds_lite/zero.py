@@ -3,14 +3,16 @@
 The values of the parameters of one kind live in one flat buffer, cut into dp equal shards. The optimizer sees
 this rank's shard and keeps states for nothing else; an all-gather brings the new values to everyone.
 
-    stage 1   full gradients accumulate; one reduce-scatter a step gives each rank the sum of its shard. A
-              plain engine starts it for each bucket that the last backward has filled
+    stage 1   full gradients accumulate; a reduce-scatter a step gives each rank the average of its shard. A
+              plain engine starts it in the last backward, for each bucket that is full, and for the others
+              directly after it
     stage 2   every backward reduce-scatters a bucket as soon as it is full, adds the result to the shard and
               drops the bucket: one bucket is under way, or one for each parameter group where these
               interleave; with experts on several ranks all of them, until the backward is over. A step costs
               m reduce-scatters
 
-With stage 1 the same bytes move as in an all-reduce of the gradients. A tie is summed over its stages before
+With stage 1 the same bytes move as in an all-reduce of the gradients (gloo has only that, so there the
+all-gather comes on top). A tie is summed over its stages before
 the reduce-scatter in stage 1 and on the shard in stage 2; both are the same sum because the tied parameters
 have a buffer of their own, with the same layout on every stage.
 
@@ -35,6 +37,10 @@ class ShardedBucket(Bucket):
     """A bucket whose reduced gradients exist as this rank's shard only; `stage` is 1 or 2.
 
     `dtype` is that of the shard's values and of all accumulation, where it is not the parameters' own.
+
+    stage 1   buffer -> begin -> _under_way -> _finish -> gradient, a part of _spent, which clear keeps
+    stage 2   buffer -> scatter -> incoming, the sum over micro-batches -> finish_reduce -> gradient
+    flags     seen, on this rank -> all-reduced by start_reduce -> _had, on any rank
     """
 
     def __init__(
@@ -62,7 +68,8 @@ class ShardedBucket(Bucket):
         self.when_full: Callable[[], None] | None = None  # told when a backward has brought every gradient
         self._under_way: tuple[Tensor, Any] | None = None  # stage 1: a reduce-scatter that was started
         self._spent: Tensor | None = None  # stage 1: the buffer that `gradient` is a part of
-        self.is_eager = stage == 2 or route.partial is route.tie is None
+        self.is_eager = stage == 2 or (route.partial is None and route.tie is None)
+        self._flags: tuple[Tensor, Any] | None = None
         self._arrived: set[int] = set()
         self._had = [False] * len(self.sizes)  # what an earlier reduction of this step has in the shard
 
@@ -206,9 +213,9 @@ class ShardedBucket(Bucket):
             if self.stage == 1:
                 self.begin()
         # One more flag: something came too late for the reduce-scatter.
-        flags = [*self.seen, self.stage == 1 and self.has_arrivals()]
-        self._flags = torch.tensor(flags, dtype=torch.float32, device=self.values.device)
-        self._sum = comm.all_reduce(self._flags, group=self.route.data, async_op=True)
+        seen = [*self.seen, self.stage == 1 and self.has_arrivals()]
+        flags = torch.tensor(seen, dtype=torch.float32, device=self.values.device)
+        self._flags = flags, comm.all_reduce(flags, group=self.route.data, async_op=True)
 
     def finish_reduce(self) -> None:
         """Each rank keeps the average of its shard; the full gradients are dropped.
@@ -227,9 +234,10 @@ class ShardedBucket(Bucket):
 
     def _read_late_flags(self) -> bool:
         """Who has a gradient anywhere; whether some rank has anything that was not reduced yet."""
-        self._sum.wait()
-        self._sum = None
-        *seen, has_more = (count > 0 for count in self._flags.tolist())
+        assert self._flags is not None
+        flags, work = self._flags
+        work.wait()
+        *seen, has_more = (count > 0 for count in flags.tolist())
         self._had = [now or old for now, old in zip(seen, self._had, strict=True)]
         return has_more
 

@@ -97,12 +97,18 @@ class Exchange:
         )
 
     def there(self, rows: Tensor) -> Tensor:
-        """(N, H) grouped by global expert -> (R, H) grouped by local expert."""
+        """(N, H) grouped by global expert -> (R, H) grouped by local expert.
+
+        Communication: one all-to-all of rows; backward one.
+        """
         arrived: Tensor = _AllToAll.apply(self.group, rows, self.sent, self.received)
         return arrived.index_select(0, self.by_expert)
 
     def back(self, rows: Tensor) -> Tensor:
-        """(R, H) grouped by local expert -> (N, H) grouped by global expert."""
+        """(R, H) grouped by local expert -> (N, H) grouped by global expert.
+
+        Communication: one all-to-all of rows; backward one.
+        """
         by_peer = rows.index_select(0, self.by_expert.argsort())
         returned: Tensor = _AllToAll.apply(self.group, by_peer, self.received, self.sent)
         return returned

@@ -26,8 +26,9 @@ class TopKGate(nn.Module):
 
     In training, "Jitter" multiplies the input by noise, and with k = 1 "RSample" adds Gumbel noise for the
     choice and `use_rts` selects at random who stays at a full expert; with k = 2 `top2_2nd_expert_sampling`
-    draws the second expert. In evaluation there is no noise and `eval_capacity_factor` counts. k > 2 drops
-    the least likely. Scores are computed in float32 or wider, under autocast too.
+    draws the second expert. In evaluation there is no noise and `eval_capacity_factor` counts. A full expert
+    keeps the first tokens with k = 1 and no random selection, first choices before second ones with k = 2,
+    and the likeliest tokens with k > 2. Scores are computed in float32 or wider, under autocast too.
 
     `scores` and `route` are the two halves of a gate, for a layer that gathers scores in between; `forward`
     is both, with DeepSpeed's dense results. The caller gives the noise; a gate on its own takes a seed from
@@ -95,7 +96,10 @@ class TopKGate(nn.Module):
     ) -> Routing:
         """The routing of all tokens of a micro-batch, from their logits (T, E).
 
-        Without `agree`, ranks agree over `ep_group`, if there is one. The noise is for all these tokens.
+        Without `agree`, ranks agree over `ep_group`, if there is one. The noise has a number for each token.
+
+        Communication: what `agree` does.
+        Raises: ValueError for logits that are not numbers, on all ranks that agree.
         """
         shared: dict[str, Any] = dict(
             capacity_factor=self.capacity_factor if self.training else self.eval_capacity_factor,
@@ -128,12 +132,9 @@ class TopKGate(nn.Module):
         *,
         noise: TokenNoise | None = None,
     ) -> Dense | Sparse:
+        """DeepSpeed's results for the tokens `input` (T, H); see `Routing.dense` and `Routing.sparse`."""
         routing = self.route(self.scores(input, noise=noise), used_token, noise=noise)
         return routing.sparse() if sparse_routes else routing.dense()
-
-    def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
-        assert self.ep_group is None, "the gate has a group already"
-        self.ep_group = ep_group
 
 
 # ---------------------------------------------------------------------------- DeepSpeed's three functions

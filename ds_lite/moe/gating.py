@@ -1,8 +1,8 @@
 """The three gates of a mixture of experts, from logits to a `Routing`: top-1, top-2 and top-k (§9.12).
 
 They are functions of tensors and know nothing of ranks. Logits are whole: all experts, and all tokens of the
-micro-batch, which under sequence parallelism were gathered. float16 and bfloat16 are widened to float32,
-float64 stays. Noise is an argument; a gate without it is deterministic.
+micro-batch. float16 and bfloat16 are widened to float32, float64 stays. Noise is an argument; a gate without
+it is deterministic.
 
 Letters: T tokens, K choices per token, E experts, C capacity.
 """
@@ -19,7 +19,8 @@ from ds_lite.moe.queues import assign_slots, choose, expert_capacity
 from ds_lite.moe.routing import Routing
 
 # Given [capacity, 1 if some logits are not numbers else 0], the largest of each over the ranks that exchange
-# tokens. A rank still drops by its own capacity, as one process would; the agreed one is the buffers' width.
+# tokens. A rank still drops by its own capacity, as one process would; the agreed one is the width of the
+# dense views, and of DeepSpeed's buffers.
 Agree = Callable[[Tensor], Tensor]
 DropPolicy = Literal["probs", "position"]
 

@@ -56,7 +56,7 @@ class MoE(nn.Module):
     Communication: none with ep_size=1. Else forward one all-reduce of two numbers, one all-to-all of E
     integers and two of the kept rows, and with tensor parallelism one all-gather of the output over the model
     axis; backward two all-to-alls and two all-gathers (of x and of the routing's weights).
-    Gradient: a gate's and a router's are complete on every rank of the model axis.
+    Gradient: the gate's and the coefficient's are complete on every rank of the model axis.
     Raises: ValueError for k, capacities, policy, and num_experts that ep_size does not divide; in forward for
     another width, and for logits that are not numbers, then on all ranks of the expert group.
 
@@ -106,7 +106,8 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
         self.whole_size = sum(parameter.numel() for parameter in self.parameters())
-        self.number, self.clock = 0, None  # type: tuple[int, Clock | None]
+        self.number = 0
+        self.clock: Clock | None = None
         self._keeps_whole = False
         self._groups: ExpertGroups | None = None
         self._model_group: ProcessGroup | None = None
@@ -240,8 +241,11 @@ def moe_layers(model: nn.Module) -> Iterator[MoE]:
 
 
 def give_clock(model: nn.Module, clock: Clock) -> None:
-    """Let the noise of all MoE layers follow a clock. A layer's number comes from its name, the same in every
-    layout."""
+    """Let the noise of all MoE layers follow a clock.
+
+    A layer's number comes from its name: any layout of one module draws the same, a plain module and a
+    pipeline of the same layers do not.
+    """
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             module.number, module.clock = zlib.crc32(name.encode()), clock

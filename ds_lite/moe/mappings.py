@@ -27,8 +27,11 @@ from ds_lite.tensor_parallel.regions import is_alone
 def drop_tokens(input_: Tensor, dim: int = 0, *, group: ProcessGroup | None) -> Tensor:
     """This rank's share of tokens that all ranks of the group hold.
 
-    Shapes: (T, ...) -> (T/tp, ...), the first ranks one less where T is not divisible.
+    Not the option of that name: nothing is lost here.
+
+    Shapes: (T, ...) -> (T/tp, ...); shares differ by one token at most, 10 over 4 ranks are 2, 3, 2, 3.
     Communication: backward one all-gather.
+    Gradient: whole on every rank.
     """
     if is_alone(group):
         return input_
@@ -43,6 +46,7 @@ def gather_tokens(
 
     Shapes: (T/tp, ...) -> (T, ...).
     Communication: forward one all-gather.
+    Gradient: of this rank's own tokens.
     """
     if is_alone(group):
         return input_

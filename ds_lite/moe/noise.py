@@ -1,8 +1,8 @@
 """Noise for the gates that does not depend on how the work is spread (§9.12.2).
 
 A number is a function of (seed, step, layer, what it is for, global token, column) and of nothing else: a
-token meets the same noise on any rank, in any micro-batch and beside any neighbours, and a step that is run
-again repeats it. There is no state to save. Columns are a token's experts or features.
+token meets the same noise on any rank and beside any neighbours, and a step that is run again repeats it.
+There is no state to save. Columns are a token's experts or features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _WORD = 2**64
-_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the distance of neighbouring splitmix64 states
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the distance of neighbouring splitmix64 states
 
 
 class Purpose(IntEnum):
@@ -73,8 +73,8 @@ class TokenNoise:
         """One splitmix64 state per token, (T,)."""
         key = torch.zeros((), dtype=torch.int64)
         for word in (self.seed, self.step, self.layer, int(purpose)):
-            key = _mix((key ^ _signed(word)) + _signed(_STEP))
-        return _mix((self.tokens.long() ^ int(key)) + _signed(_STEP))
+            key = _mix((key ^ _signed(word)) + _signed(_GOLDEN))
+        return _mix((self.tokens.long() ^ int(key)) + _signed(_GOLDEN))
 
 
 def random_words(streams: Tensor, columns: int) -> Tensor:
@@ -88,7 +88,7 @@ def random_words(streams: Tensor, columns: int) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the mixing
     constants are Stafford's Mix13.
     """
-    counter = torch.arange(1, columns + 1, device=streams.device) * _signed(_STEP)
+    counter = torch.arange(1, columns + 1, device=streams.device) * _signed(_GOLDEN)
     return _mix(streams.unsqueeze(-1) + counter)
 
 

@@ -21,14 +21,14 @@ def expert_capacity(
 
     Units: tokens. ceil(choices * T/E * capacity_factor), never below `min_capacity`. The factor is taken as
     it is written, 1.1 for eleven tenths, and the ceiling is exact.
-    Raises: ValueError for no experts, negative numbers, and a factor that is not finite.
+    Raises: ValueError for no experts, a negative factor or min_capacity, and a factor that is not finite.
 
     >>> expert_capacity(10, 4, capacity_factor=1.0, min_capacity=0)
     3
     >>> expert_capacity(10, 4, capacity_factor=1.25, min_capacity=0)  # 3.125
     4
-    >>> expert_capacity(10, 1, capacity_factor=1.1, min_capacity=0)  # 11, though 10 * 1.1 > 11 in binary
-    11
+    >>> expert_capacity(100, 1, capacity_factor=1.1, min_capacity=0)  # though 100 * 1.1 > 110 in binary
+    110
 
     Source: §9.12.1; DeepSpeed `moe/sharded_moe.py::_capacity` @ 0.19.8.
     Differs: DeepSpeed multiplies in float32, which is one off now and then.
