@@ -208,6 +208,47 @@ def test_a_replica_may_lack_a_gradient_beside_an_exchange(world: Any, zero: int)
     world(lacks_a_gradient, 2, zero, {name[2:]: weight for name, weight in truth.weights.items()})
 
 
+class First(nn.Module):
+    """The mixture is the first layer, so its input needs no gradient."""
+
+    def __init__(self, ep_size: int, frozen: tuple[str, ...]) -> None:
+        super().__init__()
+        options = {"use_rts": False, "top2_2nd_expert_sampling": False}
+        self.moe, self.out = MoE(4, nn.Linear(4, 4), 4, ep_size, 2, **options), nn.Linear(4, 4)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, l_aux, _ = self.moe(x)
+        return self.out(y).square().mean() + 0.1 * l_aux
+
+
+def make_first(ep_size: int, frozen: tuple[str, ...]) -> First:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = First(ep_size, frozen).double()
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.6)
+    return net
+
+
+def with_frozen_experts(rank: int, frozen: tuple[str, ...], zero: int, expected: dict[str, Tensor]) -> None:
+    import ds_lite
+
+    config = {**settings(zero), "optimizer": {"type": "SGD", "params": {"lr": LR}}}
+    engine, *_ = ds_lite.initialize(model=make_first(2, frozen), config=config)
+    for name, weight in train_net(engine).items():
+        assert_close(weight, expected[name], LAW, name)
+
+
+@pytest.mark.parametrize("zero,gate", [(0, "trained"), (0, "frozen"), (2, "trained"), (2, "frozen")])
+def test_the_experts_of_one_rank_may_be_frozen(world: Any, zero: int, gate: str) -> None:
+    frozen = ("moe.experts.0.", "moe.experts.1.", *(["moe.gate."] if gate == "frozen" else []))
+    truth = one_process([make_first(1, frozen)], None, DATA, lr=LR, steps=2)
+    assert differs(truth.weights["0.moe.experts.2.weight"], truth.before["0.moe.experts.2.weight"])
+    world(with_frozen_experts, 2, frozen, zero, {name[2:]: w for name, w in truth.weights.items()})
+
+
 def without_a_graph(rank: int) -> None:
     import ds_lite
 

@@ -101,7 +101,7 @@ class Exchange:
 
         Communication: one all-to-all of rows; backward one.
         """
-        arrived: Tensor = _AllToAll.apply(self.group, rows, self.sent, self.received)
+        arrived: Tensor = _AllToAll.apply(self.group, rows, self.sent, self.received, _anchor(rows))
         return arrived.index_select(0, self.by_expert)
 
     def back(self, rows: Tensor) -> Tensor:
@@ -110,8 +110,14 @@ class Exchange:
         Communication: one all-to-all of rows; backward one.
         """
         by_peer = rows.index_select(0, self.by_expert.argsort())
-        returned: Tensor = _AllToAll.apply(self.group, by_peer, self.received, self.sent)
+        returned: Tensor = _AllToAll.apply(self.group, by_peer, self.received, self.sent, _anchor(rows))
         return returned
+
+
+def _anchor(like: Tensor) -> Tensor | None:
+    """Puts an exchange into the graph of every rank: where one rank's experts are frozen, or its input needs
+    no gradient, the others still wait for it on the way back."""
+    return like.new_zeros((), requires_grad=True) if torch.is_grad_enabled() else None
 
 
 def check_graph(loss: Tensor, replicas: ProcessGroup) -> None:
@@ -131,7 +137,8 @@ def check_graph(loss: Tensor, replicas: ProcessGroup) -> None:
 class _AllToAll(torch.autograd.Function):
     """The i-th piece of rank j's input becomes the j-th piece of rank i's output, cut along dim 0.
 
-    `sent` and `received` are the rows of the pieces; without them all pieces are equal.
+    `sent` and `received` are the rows of the pieces; without them all pieces are equal. An `anchor` that
+    needs a gradient makes the result need one; it gets none itself.
 
     Gradient: the inverse exchange. What an expert's parameters get is thereby summed over all ranks of the
     group that sent it tokens.
@@ -146,13 +153,14 @@ class _AllToAll(torch.autograd.Function):
         input: Tensor,
         sent: list[int] | None = None,
         received: list[int] | None = None,
+        anchor: Tensor | None = None,
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
         return _exchanged(group, input, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _AllToAll.apply(ctx.group, grad_output[0], ctx.received, ctx.sent), None, None
+    def backward(ctx: Any, *grad_output: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, _AllToAll.apply(ctx.group, grad_output[0], ctx.received, ctx.sent), None, None, None
 
 
 def _exchanged(

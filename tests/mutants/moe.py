@@ -292,3 +292,15 @@ def scatter_beside_an_exchange() -> Patch:
 def graphs_not_compared() -> Patch:
     """A replica whose loss has no graph leaves its peers waiting in the exchange."""
     return mock.patch.object(Engine, "_check_graph", lambda self, loss: None)
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_the_experts_of_one_rank_may_be_frozen[0-trained]",
+    "(?i)ExchangeTokens|still ran|did not finish",
+    section="9.4",
+    deadline=10.0,
+)
+def exchange_left_out_of_the_graph() -> Patch:
+    """A rank that needs no gradient of an exchange does not take part in its way back."""
+    return mock.patch.object(dispatch, "_anchor", lambda like: None)
