@@ -78,4 +78,4 @@ def test_without_dropping_a_busy_expert_costs_what_its_rows_cost() -> None:
     x[:, 0] = 9.0
     assert layer(x)[2].tolist() == [4096, *[0] * 7]
     busy, _ = peak(layer, x)
-    assert even < busy <= 1.25 * even  # its gradients of hidden rows are alive together
+    assert even < busy <= 1.5 * even  # its gradients of hidden rows are alive together

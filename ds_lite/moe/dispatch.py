@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ds_lite import comm, trace
 from ds_lite.agreement import raise_together
@@ -46,8 +47,18 @@ def through_experts(x: Tensor, routing: Routing, experts: Experts, group: Proces
     else:
         exchange = Exchange.announce(counts, group)
         out = exchange.back(experts(exchange.there(rows), exchange.rows_per_expert))
-    share = routing.weight.reshape(-1).index_select(0, order).to(out.dtype)
-    return out.new_zeros(x.shape).index_add(0, token, out * share.unsqueeze(1)).to(x.dtype)
+    return combine(out, order, routing).to(x.dtype)
+
+
+def combine(out: Tensor, order: Tensor, routing: Routing) -> Tensor:
+    """Each token's rows, times their weights, added up in the order of its choices.
+
+    Shapes: out (N, H), order (N,) the rows' places in (T*K) -> (T, H).
+    """
+    rows_of_token = routing.kept.sum(dim=1)
+    weights = routing.weight[routing.kept].to(out.dtype)
+    start = rows_of_token.cumsum(0) - rows_of_token
+    return F.embedding_bag(order.argsort(), out, start, mode="sum", per_sample_weights=weights)
 
 
 def group_by_expert(routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
