@@ -33,8 +33,8 @@ def replicas_do_not_agree() -> Patch:
 def ties_in_the_order_of_the_layers() -> Patch:
     """Each stage sums its ties in the order in which it meets them, and two stages wait for each other."""
 
-    def init(right: Any, self: Gradients, *args: Any) -> None:
-        right(self, *args)
+    def init(right: Any, self: Gradients, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
         place = {id(parameter): index for index, parameter in enumerate(self._parameters.values())}
         self._tied.sort(key=lambda bucket: place[id(bucket.parameters[0])])
 
