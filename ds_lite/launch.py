@@ -77,7 +77,7 @@ def run(function: Callable[..., Any], nproc: int, *args: Any, limit_s: float = 1
         (folder / _CALL).write_bytes(_pickled_call(function, args))
         ends = _run_job(nproc, folder, folder, limit_s)
         if any(ends.codes):
-            raise JobFailed(ends.message())
+            raise JobFailed(ends.message(trace.table(ends.rows)))
         return [pickle.loads((folder / _RESULT.format(rank)).read_bytes()) for rank in range(nproc)]
 
 
@@ -110,8 +110,9 @@ def run_script(
             return 0
         if (status := ends.own_status()) is not None:
             return status
-        trace_file.write_table(folder, trace.table(ends.rows))
-        print(ends.message(), file=sys.stderr, flush=True)
+        table = trace.table(ends.rows)  # once: it says how long ago
+        trace_file.write_table(folder, table)
+        print(ends.message(table), file=sys.stderr, flush=True)
     return 1
 
 
@@ -131,11 +132,11 @@ class _Ends:
         same = first is not None and first > 0 and set(self.codes) == {first}
         return first if same and by_themselves else None
 
-    def message(self) -> str:
+    def message(self, table: str) -> str:
         bad = [rank for rank in self.order if self.codes[rank] != 0]
         waiting = [rank for rank, code in enumerate(self.codes) if code is None]
         ends = [f"rank {rank}: {_how_it_ended(self.codes[rank])}" for rank in [*bad, *waiting]]
-        return f"the job failed ({', '.join(ends)})\n\n{trace.table(self.rows)}"
+        return f"the job failed ({', '.join(ends)})\n\n{table}"
 
 
 def _how_it_ended(code: int | None) -> str:
