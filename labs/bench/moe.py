@@ -4,7 +4,9 @@
     python labs/bench/moe.py --quick
 
 One process, one thread, forward and backward of one layer. "bare" are the six matrix products of an expert
-for the rows that the gate kept, and nothing else. A round runs every contestant once, a ratio is formed
+for the rows that the gate kept, and nothing else; their results are thrown away. "experts" are the caller's
+modules alone on the same rows, forward and backward, with biases, ReLU and gradients that are kept: what no
+mixture can go below. A round runs every contestant once, a ratio is formed
 inside its round, and medians are reported. DeepSpeed takes part if this Python has it.
 
 Then how seconds and bytes grow with the tokens: the slope between two axes in logarithms, 1 for linear. Bytes
@@ -79,6 +81,23 @@ def bare_step(layer: MoE, x: Tensor) -> Step:
     return step
 
 
+def experts_step(layer: MoE, x: Tensor) -> Step:
+    """The expert modules on as many rows, without a gate and without moving tokens."""
+    routing = layer.gate.route(layer.gate.scores(x.detach()))
+    widths = torch.bincount(routing.expert[routing.kept], minlength=layer.num_experts).tolist()
+    rows = [torch.randn(n, WIDTH, requires_grad=True) for n in widths]
+    gradients = [torch.randn(n, WIDTH) for n in widths]
+
+    def step() -> None:
+        outputs = [expert(piece) for expert, piece in zip(layer.experts.values(), rows, strict=True)]
+        torch.autograd.backward(outputs, gradients)
+        layer.zero_grad(set_to_none=True)
+        for piece in rows:
+            piece.grad = None
+
+    return step
+
+
 def make_theirs(experts: int) -> nn.Module | None:
     """DeepSpeed's layer, on one rank; None where it is not installed."""
     try:
@@ -107,14 +126,19 @@ def ratios(experts: int, tokens: int, rounds: int) -> dict[str, float]:
     """Medians: seconds of each contestant, and ratios within a round."""
     x = torch.randn(tokens, WIDTH, requires_grad=True)
     ours = make_ours(experts)
-    steps = {"bare": bare_step(ours, x), "ds_lite": training_step(ours, x)}
+    steps = {
+        "bare": bare_step(ours, x),
+        "experts": experts_step(ours, x),
+        "ds_lite": training_step(ours, x),
+    }
     if (theirs := make_theirs(experts)) is not None:
         steps["deepspeed"] = training_step(theirs, x)
     for step in steps.values():
         step()
     table = [{name: seconds(step) for name, step in steps.items()} for _ in range(rounds)]
     found = {f"{name} s": median(row[name] for row in table) for name in steps}
-    found["ds_lite / bare"] = median(row["ds_lite"] / row["bare"] for row in table)
+    for below, above in (("bare", "experts"), ("bare", "ds_lite"), ("experts", "ds_lite")):
+        found[f"{above} / {below}"] = median(row[above] / row[below] for row in table)
     if "deepspeed" in steps:
         found["ds_lite / deepspeed"] = median(row["ds_lite"] / row["deepspeed"] for row in table)
     return found
