@@ -146,6 +146,11 @@ class Bucket:
         """
         self.follow()
         buffer = self._look_again()
+        if self._has_reduced and comm.get_world_size(self.route.data) != self.route.divisor:
+            raise RuntimeError(
+                "a second backward() after the gradients were reduced, with experts on several ranks, whose "
+                "first gradient would be divided again; call step() first, or add the losses (§9.4)"
+            )
         if self.route.partial is not None:
             self._sum_partial(buffer)
         self._write_flags(buffer)

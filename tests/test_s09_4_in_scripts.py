@@ -249,6 +249,32 @@ def test_the_experts_of_one_rank_may_be_frozen(world: Any, zero: int, gate: str)
     world(with_frozen_experts, 2, frozen, zero, {name[2:]: w for name, w in truth.weights.items()})
 
 
+def twice_before_the_step(rank: int, zero: int) -> dict[str, Tensor]:
+    """Two backwards of one micro-batch each, at the boundary; the gradient is the sum of both."""
+    import ds_lite
+
+    config = {**settings(zero), "optimizer": {"type": "SGD", "params": {"lr": LR}}}
+    engine, *_ = ds_lite.initialize(model=make_net(2), config=config)
+    for number in (0, 2):
+        engine.backward(engine(DATA[number + rank][0]))
+    names = [name for name in engine.gradients.names() if "experts" in name]
+    return {name: engine.gradients.full(name) for name in names}
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_two_backwards_before_the_step_add_up_for_experts_too(world: Any, zero: int) -> None:
+    truth = one_process([make_net(1)], None, DATA, lr=LR)
+    for found in world(twice_before_the_step, 2, zero):
+        for name, gradient in found.items():
+            assert_close(
+                gradient, 2 * truth.grads[f"0.{name}"], LAW, name
+            )  # one process took the mean of four
+
+
+def test_two_backwards_of_experts_in_one_buffer_are_refused(world: Any) -> None:
+    world.raises(RuntimeError, "with experts on several ranks", twice_before_the_step, 2, 0)
+
+
 def without_a_graph(rank: int) -> None:
     import ds_lite
 
