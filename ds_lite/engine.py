@@ -143,7 +143,10 @@ class Engine:
     def _reduce(self) -> None:
         self.gradients.reduce()
         self._has_reduced = True
-        if not self.gradients.has_any():
+        has_any = self.gradients.has_any()
+        if self.grid.exchanges_tokens:  # data ranks hold different experts, of which some may be frozen
+            has_any = raise_together(None, self.grid.group("data", "seq"), anyone=has_any)
+        if not has_any:
             raise ValueError(
                 "no parameter has a gradient on any replica, so nothing would be trained; do not detach the "
                 "loss, and leave some parameter trainable (§9.1)"

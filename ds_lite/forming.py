@@ -110,8 +110,21 @@ def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSC
     if not raise_together(None, anyone=bool(layers)):
         return
     asked: list[Any] = [None] * comm.get_world_size()  # another stage may have other layers
-    comm.all_gather_object(asked, {layer.ep_size for layer in layers})
+    comm.all_gather_object(asked, [layer.ep_size for layer in layers])
+    raise_together(_other_ep_sizes(asked, grid.ranks("data", "seq", "model")))
     grid.make_expert_groups(sorted(set().union(*asked)), data_first=config.use_data_before_expert_parallelism)
+
+
+def _other_ep_sizes(asked: Sequence[list[int]], stage: Sequence[int]) -> ValueError | None:
+    """What is wrong if the ranks of a stage do not have the same MoE layers."""
+    first = stage[0]
+    for rank in stage:
+        if asked[rank] != asked[first]:
+            return ValueError(
+                f"the MoE layers of global rank {first} have ep_size {asked[first]}, those of rank {rank} "
+                f"{asked[rank]}; build the same model on every rank of a stage (§9.4)"
+            )
+    return None
 
 
 def state_of(model: nn.Module) -> list[Tensor]:

@@ -275,6 +275,24 @@ def test_two_backwards_of_experts_in_one_buffer_are_refused(world: Any) -> None:
     world.raises(RuntimeError, "with experts on several ranks", twice_before_the_step, 2, 0)
 
 
+def other_sizes(rank: int) -> None:
+    import ds_lite
+
+    ds_lite.initialize(model=make_net(1 + rank), config=settings())
+
+
+def test_other_ep_sizes_on_another_rank_are_refused(world: Any) -> None:
+    world.raises(ValueError, r"have ep_size \[1\], those of rank 1 \[2\]", other_sizes, 2)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_only_the_experts_of_one_rank_may_be_trained(world: Any, zero: int) -> None:
+    frozen = ("moe.experts.2.", "moe.experts.3.", "moe.gate.", "out.")
+    truth = one_process([make_first(1, frozen)], None, DATA, lr=LR, steps=2)
+    assert differs(truth.weights["0.moe.experts.0.weight"], truth.before["0.moe.experts.0.weight"])
+    world(with_frozen_experts, 2, frozen, zero, {name[2:]: w for name, w in truth.weights.items()})
+
+
 def without_a_graph(rank: int) -> None:
     import ds_lite
 
