@@ -7,7 +7,7 @@ nothing, an optimizer that still holds the experts of other ranks, an engine mad
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -30,6 +30,8 @@ from ds_lite.tags import tags_of, whole
 from ds_lite.toy_layers import Shape
 from ds_lite.toy_text import MicroBatch
 from ds_lite.zero import ShardedBucket
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # ------------------------------------------------------------------------------- noise, whatever the layout
 
@@ -123,10 +125,14 @@ class Net(nn.Module):
 
 
 def make_net(ep_size: int, min_capacity: int | None = 0) -> Net:
+    return with_weights(Net(ep_size, min_capacity))
+
+
+def with_weights(net: Module) -> Module:
+    """float64, and every weight drawn anew, so that no two experts are alike."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        net = Net(ep_size, min_capacity).double()
-        for parameter in net.parameters():
+        for parameter in net.double().parameters():
             nn.init.normal_(parameter, std=0.6)
     return net
 
@@ -160,8 +166,8 @@ def train_net(engine: Any, steps: int = 2) -> dict[str, Tensor]:
 class Detour(Net):
     """A layer after the mixture that only positive batches take, so one replica may lack its gradient."""
 
-    def __init__(self) -> None:
-        super().__init__(ep_size=2)
+    def __init__(self, ep_size: int) -> None:
+        super().__init__(ep_size)
         self.outer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,22 +176,12 @@ class Detour(Net):
         return (x + y).square().mean() + 0.1 * l_aux
 
 
-def make_detour(ep_size: int) -> Detour:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        net = Detour().double()
-        for parameter in net.parameters():
-            nn.init.normal_(parameter, std=0.6)
-    net.moe.ep_size = ep_size
-    return net
-
-
 def lacks_a_gradient(rank: int, zero: int, expected: dict[str, Tensor]) -> None:
     import ds_lite
 
     config = settings(zero, zero_keys={"reduce_bucket_size": 20})
     config["optimizer"] = {"type": "SGD", "params": {"lr": LR}}
-    engine, *_ = ds_lite.initialize(model=make_detour(2), config=config)
+    engine, *_ = ds_lite.initialize(model=with_weights(Detour(2)), config=config)
     for step in range(2):
         engine.backward(engine(detours()[2 * step + rank][0]))
         engine.step()
@@ -204,7 +200,7 @@ def detours() -> list[MicroBatch]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_replica_may_lack_a_gradient_beside_an_exchange(world: Any, zero: int) -> None:
-    truth = one_process([make_detour(1)], None, detours(), lr=LR, steps=2)
+    truth = one_process([with_weights(Detour(1))], None, detours(), lr=LR, steps=2)
     world(lacks_a_gradient, 2, zero, {name[2:]: weight for name, weight in truth.weights.items()})
 
 
@@ -224,12 +220,7 @@ class First(nn.Module):
 
 
 def make_first(ep_size: int, frozen: tuple[str, ...]) -> First:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        net = First(ep_size, frozen).double()
-        for parameter in net.parameters():
-            nn.init.normal_(parameter, std=0.6)
-    return net
+    return with_weights(First(ep_size, frozen))
 
 
 def with_frozen_experts(rank: int, frozen: tuple[str, ...], zero: int, expected: dict[str, Tensor]) -> None:
