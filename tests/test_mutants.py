@@ -29,17 +29,30 @@ HERE = Path(__file__).parent
 OPTIONS = {"tied", "clip", "interval", "zero", "kind", "optimizer"}
 
 
-class MutatedWorld:
-    """A world in which each call runs with the mutant."""
+class CountedWorld:
+    """A world that knows how often it was asked to run something."""
 
-    def __init__(self, world: World, mutant: Mutant) -> None:
-        self.world, self.mutant = world, mutant
+    def __init__(self, world: World) -> None:
+        self.world, self.calls = world, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
         return self.world(*args, **self._changed(kwargs))
 
     def raises(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
         return self.world.raises(*args, **self._changed(kwargs))
+
+    def _changed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs
+
+
+class MutatedWorld(CountedWorld):
+    """A world in which each call runs with the mutant."""
+
+    def __init__(self, world: World, mutant: Mutant) -> None:
+        super().__init__(world)
+        self.mutant = mutant
 
     def _changed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         limit = {} if self.mutant.deadline is None else {"deadline": self.mutant.deadline}
@@ -121,7 +134,9 @@ CONTROLS = {str((mutant.killer, sorted(mutant.needs.items()))): mutant for mutan
 
 @pytest.mark.parametrize("mutant", CONTROLS.values(), ids=lambda mutant: f"without_{mutant.name}")
 def test_the_killer_passes_without_the_mutant(mutant: Mutant, world: World, impl: Any) -> None:
-    kill(mutant, world, impl)
+    healthy = CountedWorld(world)
+    kill(mutant, healthy, impl)
+    assert healthy.calls, f"{mutant.killer} runs nothing in a world, so no mutant can reach it"
 
 
 def test_every_mutant_says_what_it_breaks() -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from ds_lite import comm, grid
+from ds_lite import comm, forming, grid
 from ds_lite.buckets import Bucket
 from ds_lite.engine import Engine
 from ds_lite.gradients import Routes, _Eager
@@ -304,3 +304,43 @@ def graphs_not_compared() -> Patch:
 def exchange_left_out_of_the_graph() -> Patch:
     """A rank that needs no gradient of an exchange does not take part in its way back."""
     return mock.patch.object(dispatch, "_anchor", lambda like: None)
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_only_the_experts_of_one_rank_may_be_trained[0]",
+    "no parameter has a gradient on any replica",
+    section="9.4",
+    deadline=10.0,
+)
+def each_rank_asks_itself_what_is_trained() -> Patch:
+    """A rank whose experts are all frozen takes that for the whole model's state."""
+    return mock.patch.object(grid.PipelineParallelGrid, "exchanges_tokens", False)
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_other_ep_sizes_on_another_rank_are_refused",
+    "0 of 2 ranks raised",
+    section="9.4",
+    deadline=10.0,
+)
+def ep_sizes_not_compared() -> Patch:
+    """Ranks of one stage may have been built with other ep_sizes."""
+    return mock.patch.object(forming, "_other_ep_sizes", lambda asked, stage: None)
+
+
+@killed_by(
+    MUTANTS,
+    f"{SCRIPTS}::test_two_backwards_of_experts_in_one_buffer_are_refused",
+    "0 of 2 ranks raised",
+    section="9.4",
+)
+def reduced_experts_divided_again() -> Patch:
+    """A second backward adds to gradients that were reduced, and all of it is divided once more."""
+
+    def start(right: Any, bucket: Bucket) -> None:
+        bucket._has_reduced = False
+        right(bucket)
+
+    return around(Bucket, "start_reduce", start)
