@@ -111,7 +111,8 @@ def _not_built(config: DSConfig) -> list[str]:
         (
             config.zero_optimization.stage == 3,
             "zero_optimization.stage=3 is refused: it would gather every parameter for each micro-batch, "
-            "where a pipeline already gives a rank only the layers of its own stage; write 0, 1 or 2 (§9.3)",
+            "where a pipeline already gives a rank only the layers of its own stage, and expert parallelism "
+            "only its own experts; write 0, 1 or 2 (§9.3)",
         ),
         *(
             (

@@ -375,7 +375,7 @@ ANY = torch.zeros(4, 3)
         (lambda: route_top1(ANY, **tight(-1.0)), r"capacity_factor=-1.0 .*drop_tokens=False.*§9.12.1"),
         (lambda: route_top2(ANY, **tight(float("nan"))), r"capacity_factor=nan"),
         (lambda: route_top2(ANY, **{**NO_LIMIT, "capacity_factor": float("inf")}), r"capacity_factor=inf"),
-        (lambda: route_top1(ANY, **tight(1.0, -2)), r"min_capacity=-2 is negative; use 0"),
+        (lambda: route_top1(ANY, **tight(1.0, -2)), r"min_capacity=-2 is no whole number of 0 or more"),
         (lambda: route_topk(ANY, 4, **tight()), r"k=4 choices of 3 experts; .* from 1 to 3"),
         (lambda: route_topk(ANY, 0, **tight()), r"k=0 choices of 3 experts"),
         (lambda: route_top2(ANY[:, :1], **tight()), r"k=2 choices of 1 experts"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from world import WorldError
 
 from ds_lite import comm
+from ds_lite.agreement import RemoteError
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.moe.layer import MoE
 from ds_lite.topology import PipeModelDataParallelTopology, ProcessTopology
@@ -188,7 +189,7 @@ def start(rank: int, num_experts: int, ep_size: int, **config: Any) -> None:
         (3, 2, r"num_experts=3 is not divisible by ep_size=2.*\[1, 3\]"),
         (8, 8, r"ep_size=8 does not divide the 4 data x seq ranks.*\[1, 2, 4\]"),
         (3, 3, r"ep_size=3 does not divide the 4"),
-        (4, 0, r"num_experts=4 is not divisible by ep_size=0"),
+        (4, 0, r"ep_size=0 of an MoE layer"),
     ],
 )
 def test_b30_sizes_that_do_not_fit_are_refused(
@@ -281,6 +282,15 @@ HERE = pytest.mark.parametrize(
         (lambda: make_moe(eval_capacity_factor=float("nan")), "capacity_factor=nan"),
         (lambda: make_moe(noisy_gate_policy="Gauss"), "noisy_gate_policy='Gauss'"),
         (lambda: make_moe(min_capacity=-2), "min_capacity=-2"),
+        (lambda: make_moe(min_capacity=1.5), "min_capacity=1.5"),
+        (lambda: make_moe(capacity_factor="1.0"), "capacity_factor='1.0'"),
+        (lambda: make_moe(k=2.0), "k=2.0 of an MoE layer"),
+        (lambda: make_moe(ep_size="2"), "ep_size='2' of an MoE layer"),
+        (lambda: MoE(0, nn.Linear(2, 2)), "hidden_size=0 of an MoE layer"),
+        (lambda: MoE(2, nn.Linear(2, 2), num_experts=4.0), "num_experts=4.0 of an MoE layer"),
+        (lambda: MoE(2, nn.Linear(2, 2), num_experts=0), "num_experts=0 of an MoE layer"),
+        (lambda: MoE(2, None), "expert=None is no module"),  # type: ignore[arg-type]
+        (lambda: make_moe()(pattern(1)[0]), r"\(\) at an MoE layer of hidden_size=6"),
         (lambda: make_moe()(pattern(3, 5)), r"\(3, 5\) at an MoE layer of hidden_size=6"),
         (lambda: make_moe()(pattern(3, WIDTH) * float("nan")), "cannot route 3 of 3 tokens"),
         (
@@ -293,7 +303,7 @@ HERE = pytest.mark.parametrize(
 
 @HERE
 def test_bad_input_is_refused_in_words(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match) as refusal:
+    with pytest.raises((ValueError, TypeError), match=match) as refusal:
         make()
     assert "§9." in str(refusal.value)
 
@@ -315,6 +325,61 @@ def nan_on_one_rank(rank: int) -> None:
 def test_a_nan_on_one_rank_is_named_on_all(world: Any) -> None:
     messages = world.raises(ValueError, "the gate cannot route", nan_on_one_rank, 2)
     assert "tokens of another rank" in messages[0] and "3 of 3 tokens" in messages[1]
+
+
+def fail_alone(rank: int, width: int, used: int) -> None:
+    layer = make_moe(2)
+    layer.set_deepspeed_parallelism()
+    tokens, sizes = (3, (width, used)) if rank == 1 else (4, (WIDTH, 4))
+    layer(torch.ones(tokens, sizes[0], dtype=F64), torch.ones(sizes[1]))
+
+
+@pytest.mark.parametrize(
+    "width, used, match",
+    [(5, 3, r"\(3, 5\) at an MoE layer"), (WIDTH, 2, r"used_token of shape \(2,\)")],
+    ids=["width", "used_token"],
+)
+def test_a_rank_that_cannot_route_does_not_keep_the_others_waiting(
+    world: Any, width: int, used: int, match: str
+) -> None:
+    messages = world.raises(
+        (ValueError, RemoteError), f"{match}|failed before it could route", fail_alone, 2, width, used
+    )
+    assert "another rank" in messages[0] and "another rank" not in messages[1]
+
+
+class Blown(nn.Module):
+    """Passes its input on, except in the second forward of the first replica."""
+
+    def __init__(self, is_sound: bool) -> None:
+        super().__init__()
+        self.calls, self.is_sound = 0, is_sound
+
+    def forward(self, stream: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2 and not self.is_sound:
+            raise KeyError("blown")
+        return stream
+
+
+def blown_replica(rank: int, impl: Any) -> None:
+    layers = a06_layers()
+    layers.insert(0, Blown(is_sound=rank != 0))
+    pipeline = impl.make_pipeline(
+        layers,
+        num_stages=2,
+        loss_fn=OnlyAux(0.01, 1.0),
+        num_micro_batches=3,
+        module={"partition_method": "uniform"},
+        expert_parallel=2,
+    )
+    pipeline.train_batch(iter([(pattern(3, 4), pattern(3, 3))] * 3))
+
+
+def test_a_replica_that_fails_beside_an_exchange_says_why_and_leaves(world: Any, impl: Any) -> None:
+    """The others wait for it in the middle of the batch: an agreement at its end would never come."""
+    with pytest.raises(WorldError, match="rank 0 raised KeyError"):
+        world(blown_replica, 4, impl, deadline=30.0)
 
 
 def uneven(rank: int, k: int, drop: bool, counts: list[int]) -> None:

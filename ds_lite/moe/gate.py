@@ -5,6 +5,8 @@ Letters: T tokens, H width, E experts, K choices per token, C capacity.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 from ds_lite import comm, trace
 from ds_lite.comm import ProcessGroup
-from ds_lite.moe.gating import Agree, DropPolicy, check_choices, route_top1, route_top2, route_topk
+from ds_lite.moe.gating import Agree, DropPolicy, Fault, check_choices, route_top1, route_top2, route_topk
 from ds_lite.moe.noise import Purpose, TokenNoise, multiplicative_jitter
 from ds_lite.moe.queues import expert_capacity
 from ds_lite.moe.routing import Dense, Routing, Sparse
@@ -218,20 +220,38 @@ def topkgating(
     return routing.sparse() if sparse_routes else routing.dense()
 
 
-def largest_over(group: ProcessGroup | None) -> Agree | None:
-    """How the ranks of `group` agree on a capacity; None if there is nobody to agree with.
+class LargestOver:
+    """How the ranks of `group` agree on a capacity: each brings its report and gets the largest numbers.
 
-    Communication: one all-reduce of two numbers per call of what it returns.
+    A rank that fails before it can report says so within `told`, so that the others do not wait for it.
+
+    Communication: one all-reduce of two numbers.
     """
-    if group is None or comm.get_world_size(group) == 1:
-        return None
 
-    def largest(report: Tensor) -> Tensor:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._has_reported = False
+
+    def __call__(self, report: Tensor) -> Tensor:
+        self._has_reported = True
         with trace.current().span_if_idle("AgreeOnCapacity"):
-            comm.all_reduce(report, op=comm.ReduceOp.MAX, group=group)
+            comm.all_reduce(report, op=comm.ReduceOp.MAX, group=self.group)
         return report
 
-    return largest
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """If the block fails before its report, the other ranks raise too."""
+        try:
+            yield
+        except Exception:
+            if not self._has_reported:
+                self(torch.tensor([0, Fault.ELSEWHERE], device=comm.control_device()))
+            raise
+
+
+def largest_over(group: ProcessGroup | None) -> LargestOver | None:
+    """The agreement for one routing; None if there is nobody to agree with."""
+    return None if group is None or comm.get_world_size(group) == 1 else LargestOver(group)
 
 
 def _capacity(gates: Tensor, capacity_factor: float | Tensor, min_capacity: int | Tensor) -> int:

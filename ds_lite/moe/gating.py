@@ -10,19 +10,29 @@ Letters: T tokens, K choices per token, E experts, C capacity.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ds_lite.agreement import RemoteError
 from ds_lite.moe.queues import assign_slots, choose, expert_capacity
 from ds_lite.moe.routing import Routing
 
-# Given [capacity, 1 if some logits are not numbers else 0], the largest of each over the ranks that exchange
-# tokens. A rank still drops by its own capacity, as one process would; the agreed one is the width of the
-# dense views, and of DeepSpeed's buffers.
+# Given [capacity, Fault], the largest of each over the ranks that exchange tokens. A rank still drops by its
+# own capacity, as one process would; the agreed one is the width of the dense views, and of DeepSpeed's
+# buffers.
 Agree = Callable[[Tensor], Tensor]
 DropPolicy = Literal["probs", "position"]
+
+
+class Fault(IntEnum):
+    """Why a rank cannot route."""
+
+    NONE = 0
+    NOT_NUMBERS = 1
+    ELSEWHERE = 2  # it failed before it had logits, with an error of its own
 
 
 def route_top1(
@@ -241,13 +251,18 @@ def _count(expert: Tensor, used: Tensor | None, num_experts: int) -> Tensor:
 
 
 def _agreed_capacity(logits: Tensor, gates: Tensor, own: int | Tensor, agree: Agree | None) -> int:
-    """The width of the buffers on all ranks. Raises on all of them if one has logits that are not numbers."""
+    """The width of the buffers on all ranks. Raises on all of them if one cannot route."""
     is_bad = gates.detach().sum().isnan()  # a row of gates is NaN as soon as one of its logits is
     report = torch.stack((torch.as_tensor(own, device=gates.device), is_bad.long()))
     if agree is not None:
         report = agree(report)
-    capacity, is_bad_somewhere = report.tolist()
-    if is_bad_somewhere:
+    capacity, fault = report.tolist()
+    if fault == Fault.ELSEWHERE:
+        raise RemoteError(
+            "another rank of this expert group failed before it could route its tokens, so nobody can "
+            "exchange them; its own message says why (§9.4)"
+        )
+    if fault == Fault.NOT_NUMBERS:
         raise ValueError(_not_numbers(logits.detach(), gates.detach()))
     return int(capacity)
 

@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from numbers import Integral
 
+import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
@@ -32,6 +35,7 @@ from ds_lite.moe.clock import Clock
 from ds_lite.moe.dispatch import through_experts
 from ds_lite.moe.experts import Experts
 from ds_lite.moe.gate import TopKGate, largest_over
+from ds_lite.moe.gating import Agree
 from ds_lite.moe.mappings import drop_tokens, gather_tokens, token_cut
 from ds_lite.moe.noise import TokenNoise
 from ds_lite.moe.routing import Routing
@@ -57,8 +61,9 @@ class MoE(nn.Module):
     integers and two of the kept rows, and with tensor parallelism one all-gather of the output over the model
     axis; backward two all-to-alls and two all-gathers (of x and of the routing's weights).
     Gradient: the gate's and the coefficient's are complete on every rank of the model axis.
-    Raises: ValueError for k, capacities, policy, and num_experts that ep_size does not divide; in forward for
-    another width, and for logits that are not numbers, then on all ranks of the expert group.
+    Raises: ValueError for sizes, k, capacities, policy, and num_experts that ep_size does not divide; in
+    forward for another width and for logits that are not numbers; and on all ranks of the expert group if one
+    of them fails before the exchange. An expert that raises on one rank leaves its peers waiting.
 
     Source: §9.4; DeepSpeed `moe/layer.py::MoE` @ 0.19.8.
     Differs: names in the state dict are `gate`, `experts.{global number}`, `mlp` and `coefficient`.
@@ -83,7 +88,13 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
+        _check_sizes(hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
         _check_division(num_experts, ep_size)
+        if not isinstance(expert, nn.Module):
+            raise TypeError(
+                f"expert={expert!r} is no module; give one expert, (tokens, width) to the same shape, of "
+                f"which the layer makes num_experts copies (§9.4)"
+            )
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
@@ -178,20 +189,28 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states of shape {tuple(hidden_states.shape)} at an MoE layer of hidden_size="
-                f"{self.hidden_size}; the last dimension is the width, make them equal (§9.4)"
-            )
-        x = hidden_states.reshape(-1, self.hidden_size)  # (T, H)
-        noise = self._noise(x)
-        used = None if used_token is None else used_token.reshape(-1)
-        logits = self.gate.scores(x, noise=noise)
-        routing = self.gate.route(logits, used, noise=noise, agree=largest_over(self._exchange_group()))
+        agree = largest_over(self._exchange_group())
+        with nullcontext() if agree is None else agree.told():
+            x, routing = self._route(hidden_states, used_token, agree)
         output = self._through_experts(x, routing).view_as(hidden_states)
         if self.use_residual:
             output = self._with_residual(output, hidden_states)
         return output, routing.l_aux, routing.exp_counts
+
+    def _route(
+        self, hidden_states: Tensor, used_token: Tensor | None, agree: Agree | None
+    ) -> tuple[Tensor, Routing]:
+        """The tokens, (T, H), and where they go."""
+        if not hidden_states.dim() or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states of shape {tuple(hidden_states.shape)} at an MoE layer of hidden_size="
+                f"{self.hidden_size}; the last dimension is the width, make them equal (§9.4)"
+            )
+        x = hidden_states.reshape(-1, self.hidden_size)
+        used = None if used_token is None else torch.as_tensor(used_token, device=x.device).reshape(-1)
+        noise = self._noise(x)
+        logits = self.gate.scores(x, noise=noise)
+        return x, self.gate.route(logits, used, noise=noise, agree=agree)
 
     def _exchange_group(self) -> ProcessGroup | None:
         """Whom this rank exchanges tokens with; nobody while it holds all experts."""
@@ -226,8 +245,14 @@ class MoE(nn.Module):
         return f"{held}, k={self.gate.k}, ep_size={self.ep_size}"
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r} of an MoE layer; give a whole number of 1 or more (§9.4)")
+
+
 def _check_division(num_experts: int, ep_size: int) -> None:
-    if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
+    if num_experts % ep_size:
         fitting = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise ValueError(
             f"num_experts={num_experts} is not divisible by ep_size={ep_size}; every rank of an expert group "

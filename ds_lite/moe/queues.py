@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def expert_capacity(
 
     Units: tokens. ceil(choices * T/E * capacity_factor), never below `min_capacity`. The factor is taken as
     it is written, 1.1 for eleven tenths, and the ceiling is exact.
-    Raises: ValueError for no experts, a negative factor or min_capacity, and a factor that is not finite.
+    Raises: ValueError for no experts, and for a factor or min_capacity that is negative or no number.
 
     >>> expert_capacity(10, 4, capacity_factor=1.0, min_capacity=0)
     3
@@ -35,15 +36,15 @@ def expert_capacity(
     """
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts}: a gate needs at least 1 expert (§9.12)")
-    if not (math.isfinite(capacity_factor) and capacity_factor >= 0):
+    if not (isinstance(capacity_factor, Real) and math.isfinite(capacity_factor) and capacity_factor >= 0):
         raise ValueError(
-            f"capacity_factor={capacity_factor} is no number of 0 or more; use 1.0 to 2.0, or "
+            f"capacity_factor={capacity_factor!r} is no number of 0 or more; use 1.0 to 2.0, or "
             f"drop_tokens=False for experts that take every token (§9.12.1)"
         )
-    if min_capacity < 0:
+    if not isinstance(min_capacity, Integral) or min_capacity < 0:
         raise ValueError(
-            f"min_capacity={min_capacity} is negative; use 0 for no lower bound on the slots of an expert "
-            f"(§9.12.1)"
+            f"min_capacity={min_capacity!r} is no whole number of 0 or more; use 0 for no lower bound on the "
+            f"slots of an expert (§9.12.1)"
         )
     exact = Fraction(num_tokens * choices, num_experts) * Fraction(str(float(capacity_factor)))
     return max(math.ceil(exact), min_capacity)

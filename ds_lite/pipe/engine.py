@@ -80,7 +80,7 @@ class PipelineEngine(Engine):
         self.stage = Stage(module, previous, following, self.device, input_dtype)
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
-        self._fate = SharedFate(self.stage, self.gradients)
+        self._fate = SharedFate(self.stage, self.gradients, exchanges_tokens=grid.exchanges_tokens)
 
     def _link(self, stage_id: int) -> StageLink:
         return StageLink(self.grid.stage_to_global(stage_id), self.grid.group("pipe"), self.device)

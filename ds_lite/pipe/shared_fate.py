@@ -2,7 +2,8 @@
 
 A rank that fails tells its two neighbours, who find the error in place of a message, and its data peers, who
 wait for it in a reduction (ZeRO-2). Ranks that heard nothing come to the agreement before the batch's first
-collective, and raise there.
+collective, and raise there. Where experts exchange tokens, replicas wait for each other in the middle of the
+batch and may never come there: then a rank that fails or hears of it raises at once, and leaves.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from ds_lite.pipe.stage import Stage
 class SharedFate:
     """What one engine's batches have in common on the way down."""
 
-    def __init__(self, stage: Stage, gradients: Gradients) -> None:
+    def __init__(self, stage: Stage, gradients: Gradients, *, exchanges_tokens: bool) -> None:
         self._stage, self._gradients = stage, gradients
+        self._exchanges_tokens = exchanges_tokens
         self._has_agreed = False
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """A rank that fails before the batch's first collective stops all ranks, other replicas too."""
+        """A rank that fails before the batch's first collective stops its replica, and mostly all ranks."""
         self._has_agreed = False
         try:
             yield
@@ -37,8 +39,11 @@ class SharedFate:
                 raise
             self._has_agreed = True
             cause = self._stage.announce(error)
-            self._gradients.leave(cause)  # before the neighbours: each may wait for the other
-            self._stage.drain(error)
+            if not self._exchanges_tokens:
+                self._gradients.leave(cause)  # before the neighbours: each may wait for the other
+                self._stage.drain(error)
+        if self._exchanges_tokens:
+            raise cause
         raise_together(cause)
 
     def agree(self) -> None:

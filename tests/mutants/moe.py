@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from ds_lite.moe import dispatch, gating, layer
 from ds_lite.moe.clock import Clock
 from ds_lite.moe.dispatch import Exchange
 from ds_lite.moe.experts import Experts
+from ds_lite.moe.gate import LargestOver
 from ds_lite.moe.layer import MoE
 from ds_lite.moe.mappings import _Drop
 from ds_lite.saving import parts
@@ -173,6 +175,30 @@ def ranks_alone_agree_on_capacity() -> Patch:
 def nan_is_not_told() -> Patch:
     """A rank whose logits are not numbers raises alone, and the others wait for its tokens."""
     return mock.patch.object(layer, "largest_over", lambda group: None)
+
+
+@killed_by(
+    MUTANTS,
+    f"{REPORTS}::test_a_rank_that_cannot_route_does_not_keep_the_others_waiting[used_token]",
+    "1 of 2 ranks raised",
+    section="9.4",
+    deadline=8.0,
+)
+def failure_before_the_gate_is_not_told() -> Patch:
+    """A rank that cannot route raises alone, and the others wait for its tokens."""
+    return mock.patch.object(LargestOver, "told", nullcontext)
+
+
+@killed_by(
+    MUTANTS,
+    f"{REPORTS}::test_a_replica_that_fails_beside_an_exchange_says_why_and_leaves",
+    "did not finish",
+    section="9.4",
+    deadline=8.0,
+)
+def replicas_agree_beside_an_exchange() -> Patch:
+    """A replica that failed waits for the others at an agreement, and they for its tokens."""
+    return mock.patch.object(grid.PipelineParallelGrid, "exchanges_tokens", False)
 
 
 # ------------------------------------------------------------------------------------------------ the gates
