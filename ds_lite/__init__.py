@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_lite import checkpointing, comm
     from ds_lite.comm import init_distributed
     from ds_lite.engine import Engine
+    from ds_lite.forming import tp_model_init
     from ds_lite.grid import PipelineParallelGrid
     from ds_lite.initialize import add_config_arguments, initialize
     from ds_lite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -40,6 +41,7 @@ _HOME = {
     "comm": "",
     "init_distributed": "comm",
     "initialize": "initialize",
+    "tp_model_init": "forming",
 }
 __all__ = [
     "Engine",
@@ -56,6 +58,7 @@ __all__ = [
     "comm",
     "init_distributed",
     "initialize",
+    "tp_model_init",
 ]
 
 

@@ -114,19 +114,10 @@ def _not_built(config: DSConfig) -> list[str]:
             "where a pipeline already gives a rank only the layers of its own stage, and expert parallelism "
             "only its own experts; write 0, 1 or 2 (§9.3)",
         ),
-        *(
-            (
-                bool(getattr(tensor, key)) or getattr(tensor, key) == {},
-                not_yet(
-                    f"tensor_parallel.{key}", "build the model from ds_lite.tensor_parallel's layers", "§9.13"
-                ),
-            )
-            for key in (
-                "partition_config",
-                "preset_model",
-                "injection_policy_tuple",
-                "vocab_parallel_lm_head",
-            )
+        (
+            bool(tensor.injection_policy_tuple),
+            "tensor_parallel.injection_policy_tuple is not read: the model's code says which outputs are "
+            "summed; where it does not, write tensor_parallel.partition_config (§9.13)",
         ),
         (
             tensor.tp.mpu is not None or tensor.tp.tp_group is not None,

@@ -59,7 +59,7 @@ def checked(config: Any, source: str) -> DSConfig:
         for key in BATCH_KEYS:
             whole_number(key, used.get(key))
         result = DSConfig.model_validate(used)
-        _one_tensor_parallel_degree(used.get("tensor_parallel", {}))
+        _one_spelling(used.get("tensor_parallel", {}))
     except ValidationError as error:
         raise ValueError(f"{source}: {_readable(error)}") from None
     except ValueError as error:
@@ -152,14 +152,18 @@ def whole_number(key: str, value: Any) -> int | None:
     return int(value)
 
 
-def _one_tensor_parallel_degree(given: Mapping[str, Any]) -> None:
+def _one_spelling(given: Mapping[str, Any]) -> None:
     given = {key: value for key, value in given.items() if value is not None}
     degrees = {f"tensor_parallel.{key}": given[key] for key in ("tp_size", "autotp_size") if key in given}
     if "tp_size" in given.get("tp", {}):
         degrees["tensor_parallel.tp.tp_size"] = given["tp"]["tp_size"]
-    if len(set(degrees.values())) > 1:
-        listed = ", ".join(f"{key}={degree}" for key, degree in degrees.items())
-        raise ValueError(f"{listed} contradict each other; keep one spelling of the degree (§9.3)")
+    grains = {"tensor_parallel.tp_grain_size": given["tp_grain_size"]} if "tp_grain_size" in given else {}
+    if "tp_grain_size" in given.get("tp", {}):
+        grains["tensor_parallel.tp.tp_grain_size"] = given["tp"]["tp_grain_size"]
+    for what, spellings in (("degree", degrees), ("grain", grains)):
+        if len(set(spellings.values())) > 1:
+            listed = ", ".join(f"{key}={value}" for key, value in spellings.items())
+            raise ValueError(f"{listed} contradict each other; keep one spelling of the {what} (§9.3)")
 
 
 def _readable(error: ValidationError) -> str:

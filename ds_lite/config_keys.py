@@ -106,14 +106,14 @@ class TensorParallelGroup(Block):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     tp_size: int = Field(1, ge=1, description="Tensor-parallel degree.")
-    tp_grain_size: int = unused(1, "Layers say themselves in which units they are cut.")
+    tp_grain_size: int = Field(1, ge=1, description="AutoTP deals columns of MLPs in units of so many.")
     mpu: Any = Field(None, description="An object that knows the tensor-parallel group.")
     tp_group: Any = Field(None, description="The tensor-parallel process group itself.")
 
 
 class TensorParallel(Block):
     tp_size: int | None = Field(None, ge=1, description="Tensor-parallel degree, the chapter's spelling.")
-    tp_grain_size: int = unused(1, "Layers say themselves in which units they are cut.")
+    tp_grain_size: int = Field(1, ge=1, description="AutoTP deals columns of MLPs in units of so many.")
     autotp_size: int = Field(0, ge=0, description="Tensor-parallel degree, DeepSpeed's spelling; 0 is off.")
     tp: TensorParallelGroup = Field(
         default_factory=TensorParallelGroup, description="The degree and group, DeepSpeed's block."
@@ -135,6 +135,16 @@ class TensorParallel(Block):
     def degree(self) -> int:
         """Tensor-parallel degree, whichever spelling gave it; `load_config` has checked that they agree."""
         return self.tp_size or self.autotp_size or self.tp.tp_size
+
+    @property
+    def grain(self) -> int:
+        """In units of how many columns AutoTP deals an MLP, whichever spelling gave it."""
+        return max(self.tp_grain_size, self.tp.tp_grain_size)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the config says itself which layers are cut."""
+        return self.partition_config is not None or self.preset_model is not None
 
     @property
     def is_given(self) -> bool:

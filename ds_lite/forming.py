@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from ds_lite import comm
 from ds_lite.agreement import raise_together
 from ds_lite.comm import ProcessGroup
-from ds_lite.config import resolve_batch
+from ds_lite.config import load_config, resolve_batch
 from ds_lite.config_keys import DSConfig
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.moe.layer import moe_layers
+from ds_lite.moe.layer import MoE, moe_layers
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.tags import tags_of
+from ds_lite.tensor_parallel.auto_tp import auto_tp, plan_of
+from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue
+from ds_lite.tensor_parallel.partition_config import config_of
+from ds_lite.tensor_parallel.sharded import ShardedLayer
 from ds_lite.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
@@ -95,6 +99,22 @@ def _check_degree(size: int, config: DSConfig) -> None:
             f"tensor_parallel asks for {config.tensor_parallel.degree} ranks and the mpu has {size} in its "
             f"tensor-parallel group; remove the key or make them equal (§9.7)"
         )
+
+
+def with_degree_of_model(model: nn.Module, config: DSConfig) -> DSConfig:
+    """The config for a model that `tp_model_init` may have cut, which brings its degree along.
+
+    Raises: ValueError for a config that names another one.
+    """
+    plan, tensor = plan_of(model), config.tensor_parallel
+    if plan is None:
+        return config
+    if tensor.is_given and tensor.degree != plan.ranks:
+        raise ValueError(
+            f"tensor_parallel asks for {tensor.degree} ranks, but tp_model_init has cut the model for "
+            f"{plan.ranks}; make them equal, or leave the degree out of the config (§9.13)"
+        )
+    return config.model_copy(update={"tensor_parallel": tensor.model_copy(update={"tp_size": plan.ranks})})
 
 
 def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
@@ -174,6 +194,7 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
     """
     error: Exception | None = None
     try:
+        _cut_automatically(model, grid, config)
         for module in _in_order(model):
             if callable(bind := getattr(module, "bind", None)):
                 bind(grid)
@@ -184,8 +205,70 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
     if not raise_together(error, anyone=has_cut) and degree > 1:
         raise ValueError(
             f"tensor_parallel asks for {degree} ranks, but no layer of the model is cut; build it from the "
-            f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce (§9.3)"
+            f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce, or name its linear "
+            f"layers in tensor_parallel.partition_config (§9.3 §9.13)"
         )
+
+
+def _cut_automatically(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
+    """AutoTP for a model that knows nothing of tensor parallelism."""
+    tensor = config.tensor_parallel
+    knows = any(isinstance(module, (ShardedLayer, MoE)) for module in model.modules()) or any(
+        tags_of(parameter).model == "sharded" for parameter in model.parameters()
+    )
+    if tensor.degree == 1 or isinstance(model, PipelineModule) or (knows and plan_of(model) is None):
+        if tensor.degree > 1 and (tensor.has_plan or tensor.vocab_parallel_lm_head):
+            raise ValueError(
+                "tensor_parallel names layers to cut, but the model is a PipelineModule or made of layers "
+                "that cut themselves; remove partition_config, preset_model and vocab_parallel_lm_head "
+                "(§9.13)"
+            )
+        return
+    auto_tp(
+        model,
+        grid.group("model"),
+        grain=tensor.grain,
+        partition_config=config_of(tensor.partition_config, tensor.preset_model),
+        vocab_parallel=bool(tensor.vocab_parallel_lm_head),
+    )
+
+
+def add_split_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """An optimizer that was built before the model was cut also trains what was split from its parameters."""
+    if optimizer is None:
+        return
+    held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for module in model.modules():
+        for original, piece in module.split_parameters() if isinstance(module, SharedQueryKeyValue) else ():
+            if id(original) in held and id(piece) not in held:
+                held[id(original)]["params"].append(piece)
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Cut a model in place over `tp_size` neighbouring ranks, before `initialize` or without it.
+
+    `config` is a `tensor_parallel` block, e.g. with a partition_config. All ranks start from the weights of
+    the first one of their group. `initialize` takes over the degree.
+
+    Communication: creates process groups, then one broadcast per tensor; every rank calls it.
+    Raises: ValueError, on every rank, for a world that `tp_size` does not divide, and as `make_plan`.
+
+    Source: §9.13; DeepSpeed `__init__.py::tp_model_init` @ 0.19.8.
+    Differs: without `dtype` the model keeps its own.
+    """
+    comm.init_distributed(verbose=False)
+    block = {**(config or {}), "tp_size": tp_size}
+    checked = load_config({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": block})
+    grid = PipelineParallelGrid(_three_axes(1, checked.tensor_parallel.degree))
+    model.to(comm.device_of_this_rank(), dtype)
+    make_replicas_equal(state_of(model), grid)
+    bind_layers(model, grid, checked)
+    return model
 
 
 def _in_order(model: nn.Module) -> Iterator[nn.Module]:

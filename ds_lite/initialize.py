@@ -19,7 +19,15 @@ from ds_lite.agreement import raise_together
 from ds_lite.config import load_config, refuse_what_is_not_built
 from ds_lite.config_keys import DSConfig
 from ds_lite.engine import Engine
-from ds_lite.forming import bind_layers, form_expert_groups, form_grid, make_replicas_equal, state_of
+from ds_lite.forming import (
+    add_split_parameters,
+    bind_layers,
+    form_expert_groups,
+    form_grid,
+    make_replicas_equal,
+    state_of,
+    with_degree_of_model,
+)
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.optimizers import (
     check_optimizer,
@@ -71,6 +79,7 @@ def initialize(
     refuse_what_is_not_built(checked)
     dtype = compute_dtype(checked)
     check_optimizer(optimizer, checked)
+    checked = with_degree_of_model(model, checked)
     grid = form_grid(model, checked, mpu)
     model.to(comm.device_of_this_rank(), dtype)
     form_expert_groups(model, grid, checked)
@@ -95,6 +104,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer, of parameters that the model has; what else it trains starts equal on all replicas."""
     made: torch.optim.Optimizer | None = _together(lambda: make_optimizer(model, given, parameters, config))
+    add_split_parameters(model, made)
     raise_together(stale_parameters(model, made))
     make_replicas_equal(outside(model, made), grid)
     return made

@@ -154,7 +154,7 @@ def test_the_spellings_of_the_chapter_are_accepted():
             "sequence_parallel_size": 4,
         }
     )
-    assert config.tensor_parallel.degree == 4 and config.unused == ["tensor_parallel.tp_grain_size"]
+    assert config.tensor_parallel.degree == 4 and config.tensor_parallel.grain == 8 and not config.unused
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,10 @@ def test_something_other_than_a_config_is_a_type_error(config):
     "config,message",
     [
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 is refused"),
-        ({"tensor_parallel": {"preset_model": "llama"}}, "tensor_parallel.preset_model is not yet"),
-        ({"tensor_parallel": {"partition_config": {}}}, "tensor_parallel.partition_config is not yet"),
+        (
+            {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}},
+            "injection_policy_tuple is not read.*partition_config",
+        ),
         ({"tensor_parallel": {"tp_overlap_comm": True}}, "tp_overlap_comm=true is not yet"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 is not yet"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=true is not yet"),

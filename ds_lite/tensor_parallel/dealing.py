@@ -53,6 +53,35 @@ def deal_evenly(total: int, ranks: int) -> Ranges:
     return side_by_side(deal(total, ranks))
 
 
+def deal_by_grain(total: int, ranks: int, grain: int = 1) -> Ranges:
+    """The ranges of a `deal` in units of `grain` indices, the last rank also takes what is left over.
+
+    With fewer grains than ranks the unit is one index.
+
+    >>> deal_by_grain(30, 4, grain=8)
+    (((0, 8),), ((8, 16),), ((16, 24),), ((24, 30),))
+
+    Source: §9.13; DeepSpeed `module_inject/tp_shard.py::get_shard_size` @ 0.19.8.
+    """
+    if total // grain < ranks:
+        return deal_evenly(total, ranks)
+    widths = deal(total - total % grain, ranks, unit=grain)
+    widths[-1] += total % grain
+    return side_by_side(widths)
+
+
+def repeated(ranges: Ranges, total: int, times: int) -> Ranges:
+    """The same deal of `times` dimensions of `total` that lie side by side, as gate and up in one weight.
+
+    >>> repeated((((0, 2),), ((2, 3),)), total=3, times=2)
+    (((0, 2), (3, 5)), ((2, 3), (5, 6)))
+    """
+    return tuple(
+        tuple((start + i * total, stop + i * total) for i in range(times) for start, stop in mine)
+        for mine in ranges
+    )
+
+
 # ---------------------------------------------------------------------------------------------- heads
 
 

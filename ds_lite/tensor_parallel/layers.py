@@ -51,7 +51,7 @@ class LinearLayer(ShardedLayer):
         super().__init__(module)
         self.skip_partition, self.gather_output = skip_partition, gather_output
         self.input_is_entered = input_is_entered
-        self.dealing = dealing or partial(deal_evenly, self.whole_shape[0])
+        self.dealing = dealing or partial(deal_evenly, self.whole_shape[self.out_dim])
         self.tag_parameters()
         if mp_group is not None:
             self.join(mp_group)
@@ -63,24 +63,23 @@ class LinearLayer(ShardedLayer):
 
     def _take_part(self, group: ProcessGroup) -> Ranges:
         if self.skip_partition:
-            how = Cut(0, side_by_side(_widths_of_all(self.weight, group)), group)
-            for parameter in self.parameters():
-                mark_cut(parameter, how)
-            return how.ranges
-        how = Cut(0, self.dealing(comm.get_world_size(group)), group)
-        for parameter in self.parameters():
-            cut_once(parameter, how)
-        return how.ranges
+            ranges, take = side_by_side(_widths_of_all(self.weight, self.out_dim, group)), mark_cut
+        else:
+            ranges, take = self.dealing(comm.get_world_size(group)), cut_once
+        take(self.weight, Cut(self.out_dim, ranges, group))
+        if self.bias is not None:
+            take(self.bias, Cut(0, ranges, group))
+        return ranges
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.input_is_entered else enter(x, self.group)
-        y = F.linear(x, self.weight, self.bias)
+        y = self.product(x, self.bias)
         return gather(y, self.ranges, self.group) if self.gather_output else y
 
 
-def _widths_of_all(weight: Tensor, group: ProcessGroup) -> list[int]:
-    """How many rows each rank of the group holds."""
-    mine = torch.tensor([weight.shape[0]], device=weight.device)
+def _widths_of_all(weight: Tensor, dim: int, group: ProcessGroup) -> list[int]:
+    """How wide the weight is along `dim` on each rank of the group."""
+    mine = torch.tensor([weight.shape[dim]], device=weight.device)
     widths = mine.new_empty(comm.get_world_size(group))
     comm.all_gather_into_tensor(widths, mine, group=group)
     return [int(width) for width in widths]
@@ -101,22 +100,23 @@ class LinearAllreduce(ShardedLayer):
         self, module: nn.Module, mp_group: ProcessGroup | None = None, *, dealing: Dealing | None = None
     ) -> None:
         super().__init__(module)
-        self.dealing = dealing or partial(deal_evenly, self.whole_shape[1])
+        self.dealing = dealing or partial(deal_evenly, self.whole_shape[self.in_dim])
         if mp_group is not None:
             self.join(mp_group)
 
     def _take_part(self, group: ProcessGroup) -> Ranges:
         ranges = self.dealing(comm.get_world_size(group))
-        cut_once(self.weight, Cut(1, ranges, group))
+        cut_once(self.weight, Cut(self.in_dim, ranges, group))
         return ranges
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.weight.shape[1]:
+        if x.shape[-1] != self.weight.shape[self.in_dim]:
             raise ValueError(
                 f"LinearAllreduce ({self.extra_repr()}) got {x.shape[-1]} input columns; it takes the "
-                f"{self.weight.shape[1]} of this rank, the output of a LinearLayer without a gather (§9.3)"
+                f"{self.weight.shape[self.in_dim]} of this rank, the output of a LinearLayer without a "
+                "gather (§9.3)"
             )
-        y = leave(F.linear(x, self.weight), self.group)
+        y = leave(self.product(x), self.group)
         # A bias before the sum would count once per rank; divided by the ranks it would learn too slowly.
         return y if self.bias is None else y + self.bias
 
@@ -140,24 +140,32 @@ class ReplicatedLinear(ShardedLayer):
         return ()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class KeyValueLinear(ShardedLayer):
     """The key or the value projection: each rank makes the kv heads that its query heads read.
 
     Up to one rank per kv head it is cut by heads. With more ranks it stays whole on each of them, a rank uses
-    the rows of its one kv head, and the gradients are partial. The input was entered together with the
-    query's.
+    the rows of its one kv head, and the gradients are partial. With `input_is_entered` the caller has called
+    `enter`, for the query's input too.
 
-    Shapes: x (..., in), inside the region -> (..., kv heads of this rank * head width).
+    Shapes: x (..., in) -> (..., kv heads of this rank * head width).
+    Communication: backward one all-reduce of x's size (none with `input_is_entered`).
     Raises: as ShardedLayer and `deal_heads`; ValueError for an output that is not made of whole heads.
     """
 
     def __init__(
-        self, module: nn.Module, num_heads: int, num_kv_heads: int, mp_group: ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        num_heads: int,
+        num_kv_heads: int,
+        mp_group: ProcessGroup | None = None,
+        *,
+        input_is_entered: bool = True,
     ) -> None:
         super().__init__(module)
+        self.input_is_entered = input_is_entered
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_width, rest = divmod(self.whole_shape[0], num_kv_heads)
         if rest:
@@ -182,6 +190,7 @@ class KeyValueLinear(ShardedLayer):
         return columns
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.input_is_entered else enter(x, self.group)
         if self.rows is None:
             return F.linear(x, self.weight, self.bias)
         rows = slice(*self.rows)
@@ -203,7 +212,9 @@ class VocabParallelEmbedding(ShardedLayer):
 
     module_type = nn.Module
 
-    def __init__(self, module: nn.Module, mp_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, mp_group: ProcessGroup | None = None, *, dealing: Dealing | None = None
+    ) -> None:
         super().__init__(module)
         if used := [
             name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name, None)
@@ -212,13 +223,14 @@ class VocabParallelEmbedding(ShardedLayer):
                 f"VocabParallelEmbedding does not support {used}; leave them at their defaults (§9.3)"
             )
         self.num_embeddings = self.whole_shape[0]
+        self.dealing = dealing or partial(deal_evenly, self.num_embeddings)
         self.padding_idx: int | None = getattr(module, "padding_idx", None)
         self.start, self.stop = 0, self.num_embeddings
         if mp_group is not None:
             self.join(mp_group)
 
     def _take_part(self, group: ProcessGroup) -> Ranges:
-        ranges = deal_evenly(self.num_embeddings, comm.get_world_size(group))
+        ranges = self.dealing(comm.get_world_size(group))
         cut_once(self.weight, Cut(0, ranges, group))
         ((self.start, self.stop),) = ranges[comm.get_rank(group)]
         return ranges

@@ -29,16 +29,26 @@ from ds_lite.tensor_parallel.dealing import Ranges
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Use a whole activation in a region where each rank computes a part.
 
-    Call it once per distinct input: q, k and v share one, and so one all-reduce in backward.
+    Layers that take the same tensor, such as q, k and v, share one entry, and so one all-reduce in backward.
+    (A tensor without history, which nobody computed, is entered anew by each.)
 
     Shapes: x -> the same.
     Communication: forward none; backward one all-reduce of x's size.
     Gradient: summed over the group; each rank brings what its part of the region needs.
     """
-    if is_alone(group):
+    if group is None or is_alone(group):
         return x
-    result: Tensor = _Enter.apply(x, group)
-    return result
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if x.is_leaf:  # its gradient would keep it alive, and it the entry
+        entered: Tensor = _Enter.apply(x, group)
+        return entered
+    entries = x.__dict__.setdefault("_ds_lite_entries", {})
+    version, entered = entries.get(group, (None, x))
+    if version != x._version:  # a layer may have changed x in place since
+        entered = _Enter.apply(x, group)
+        entries[group] = x._version, entered
+    return entered
 
 
 def leave(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -76,7 +86,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()  # no view, which would keep x alive and be kept by it
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

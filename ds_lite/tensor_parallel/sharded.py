@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.tags import Cut, cut, cut_of
 from ds_lite.tensor_parallel.dealing import Ranges
+from ds_lite.tensor_parallel.kinds import is_conv1d
 
 Dealing = Callable[[int], Ranges]  # how a dimension is dealt over so many ranks
 
@@ -23,11 +25,13 @@ class ShardedLayer(nn.Module):
     with another layer was cut in another way.
     """
 
-    module_type: type[nn.Module] = nn.Linear  # others may keep their weight the other way round
+    module_type: type[nn.Module] = nn.Linear  # or a Conv1D, which keeps its weight the other way round
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        if not isinstance(module, self.module_type) or not isinstance(module.weight, nn.Parameter):
+        self.is_transposed = is_conv1d(module) and self.module_type is nn.Linear
+        is_right = isinstance(module, self.module_type) or self.is_transposed
+        if not is_right or not isinstance(module.weight, nn.Parameter):
             raise TypeError(
                 f"{type(self).__name__} is made from a whole {self.module_type.__name__} with a weight, got "
                 f"{type(module).__name__}; copy its weights into one first (§9.3)"
@@ -56,6 +60,23 @@ class ShardedLayer(nn.Module):
 
     def _take_part(self, group: ProcessGroup) -> Ranges:
         raise NotImplementedError
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x times the weight that is here.
+
+        Shapes: x (..., in) -> (..., out), what this rank holds of each.
+        """
+        return F.linear(x, self.weight.T if self.is_transposed else self.weight, bias)
+
+    @property
+    def out_dim(self) -> int:
+        """The dim of the weight along which its output columns lie."""
+        return 1 if self.is_transposed else 0
+
+    @property
+    def in_dim(self) -> int:
+        """The dim of the weight along which its input columns lie."""
+        return 1 - self.out_dim
 
     @property
     def whole_shape(self) -> tuple[int, ...]:

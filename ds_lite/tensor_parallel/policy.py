@@ -1,0 +1,298 @@
+"""From a model to a plan: which weights are cut over the tensor-parallel ranks, how, and why (§9.13).
+
+Three sources speak, in this order: the user's `partition_config`, the model's own `tp_plan`, and the code of
+its blocks (`reading`). The code is always read, for it shows which layers belong together, and a plan that
+contradicts it would compute something else; how wide the parts are follows from heads and columns and never
+from a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ds_lite.tensor_parallel.attention import is_per_head
+from ds_lite.tensor_parallel.dealing import deal_by_grain
+from ds_lite.tensor_parallel.kinds import features, is_linear, is_stack_of_experts
+from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType, TPLayerSpec
+from ds_lite.tensor_parallel.placing import Placer, Region, regions_of
+from ds_lite.tensor_parallel.plan import Placement, Plan
+from ds_lite.tensor_parallel.reading import Flow, read_block
+from ds_lite.tensor_parallel.tp_plan import style_of
+
+
+def make_plan(
+    model: nn.Module,
+    ranks: int,
+    *,
+    grain: int = 1,
+    partition_config: AutoTPConfig | None = None,
+    vocab_parallel: bool = False,
+) -> Plan:
+    """Who holds what of a model, for so many tensor-parallel ranks.
+
+    Columns of MLPs are dealt in units of `grain`. With `vocab_parallel` the output layer is cut over the
+    vocabulary and its output gathered, and so is an embedding that shares its weight; else both stay whole.
+
+    Raises: ValueError for a model without linear layers, for a block in which no attention or no MLP was
+    found, for heads or fused weights that cannot be dealt, and for a partition_config that does not fit the
+    model.
+    """
+    if not any(is_linear(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer, so there is nothing to cut; give AutoTP a model of "
+            f"torch.nn.Linear or Conv1D layers (§9.13)"
+        )
+    planner = _Planner(Placer(model, ranks, grain), partition_config)
+    for name, block in blocks_of(model):
+        planner.add_block(name, block)
+    if vocab_parallel:
+        planner.add_vocabulary()
+    return planner.finished()
+
+
+def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], tuple[str, ...]]]:
+    """For each class of repeated blocks the layers whose outputs are summed over the ranks.
+
+    Source: §9.13; DeepSpeed `module_inject/auto_tp.py::AutoTP.tp_parser` @ 0.19.8.
+    Differs: DeepSpeed goes by names and by what stands before a norm; here the code is read.
+    """
+    found: dict[type[nn.Module], dict[str, None]] = {}
+    plan = make_plan(model, 1)
+    for name, block in blocks_of(model):
+        rows = [
+            row.removeprefix(f"{name}.")
+            for row in plan.names("row")
+            if not name or row.startswith(f"{name}.")
+        ]
+        if rows:
+            found.setdefault(type(block), {}).update(dict.fromkeys(rows))
+    return [(kind, tuple(rows)) for kind, rows in found.items()]
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated parts of a model, the outermost ones: what its lists of modules hold.
+
+    A model without such a list is one block.
+    """
+    return list(_listed(model, "")) or [("", model)]
+
+
+def _listed(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        path = f"{name}.{key}".lstrip(".")
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{path}.{index}", item) for index, item in child.named_children())
+        else:
+            yield from _listed(child, path)
+
+
+class _Planner:
+    """Asks the sources block by block and hands what they say to the placer."""
+
+    def __init__(self, placer: Placer, config: AutoTPConfig | None) -> None:
+        self.placer, self.config = placer, config
+        self.model, self.modules = placer.model, placer.modules
+        self.model_type = getattr(getattr(self.model, "config", None), "model_type", None)
+        self.used: set[int] = set()
+
+    # ------------------------------------------------------------------------------------------ one block
+
+    def add_block(self, name: str, block: nn.Module) -> None:
+        """Read a block and place everything in it."""
+
+        def path(inner: str) -> str:
+            return f"{name}.{inner}".strip(".")
+
+        def per_head(module: nn.Module, opener: str) -> bool:
+            around = self.placer.around(path(opener))
+            return is_per_head(module, features(self.modules[path(opener)])[1], around)
+
+        kept = self._kept(name, block)
+        flow = read_block(block, per_head, kept)
+        regions = regions_of(name, flow)
+        if self.config is None:
+            self._check_found(name, flow, regions)
+        for inner, why in flow.whole.items():
+            self._place_whole(path(inner), why)
+        for region in regions:
+            self._say_source(region)
+            if region.is_attention:
+                self.placer.add_attention(region, self._spec_of(region.openers[0]))
+            else:
+                self.placer.add_mlp(region, self._spec_of(region.openers[0]))
+        for weight, met in flow.weights.items():
+            raise ValueError(
+                f"{path(weight)} is a weight of its own in a region that {', '.join(sorted(met))} open, and "
+                "nobody knows what of it belongs to a rank; leave the region whole by partition_config "
+                "(§9.13)"
+            )
+        for experts in flow.experts:
+            self.placer.add_experts(path(experts))
+        for inner, openers in flow.inside.items():
+            self.placer.add_inside(path(inner), [path(opener) for opener in openers])
+        self._check_config(flow, name, regions)
+
+    def _kept(self, name: str, block: nn.Module) -> dict[str, str]:
+        """What the user's plan keeps out of all regions, by its name in the block."""
+        if self.config is None:
+            return {}
+        kept = {}
+        for inner, module in block.named_modules():
+            if is_linear(module) or is_stack_of_experts(module):
+                spec = self._spec_of(f"{name}.{inner}".strip("."))
+                if spec is None:
+                    kept[inner] = "no pattern of partition_config matches it"
+                elif spec.partition_type is PartitionType.SKIP:
+                    kept[inner] = "partition_config skips it"
+                elif spec.gather_output:
+                    kept[inner] = "partition_config gathers its output"
+        return kept
+
+    def _spec_of(self, name: str) -> TPLayerSpec | None:
+        if self.config is None:
+            return None
+        module = self.modules[name]
+        weights = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False) if key != "bias"]
+        for weight in weights:
+            spec = self.config.find_matching_spec(weight, self.model_type)
+            if spec is not None:
+                self.used.add(id(spec))
+                return spec
+        return None
+
+    def _place_whole(self, name: str, why: str) -> None:
+        spec, module = self._spec_of(name), self.modules[name]
+        if spec is not None and spec.gather_output and spec.partition_type is PartitionType.COLUMN:
+            self.placer.add_gathered(name, why)
+        elif spec is not None and spec.grad_allreduce:
+            self.placer.place(Placement(name, "partial", "partition_config: used inside a region"))
+        else:
+            self.placer.place(Placement(name, "whole", why if is_linear(module) else f"experts: {why}"))
+
+    def _say_source(self, region: Region) -> None:
+        """Who says that the layers of a region are cut, for the table."""
+        if self.config is not None:
+            region.source = "partition_config; "
+            return
+        styles = {name: style_of(self.model, name) for name in [*region.openers, region.closer]}
+        if set(styles.values()) <= {"colwise", "rowwise"}:
+            region.source = "tp_plan; "
+            return
+        foreign = {style for style in styles.values() if style is not None} - {"colwise", "rowwise"}
+        if foreign:
+            region.source = f"the code (tp_plan's {', '.join(sorted(foreign))} is not known here); "
+
+    def _check_found(self, name: str, flow: Flow, regions: Sequence[Region]) -> None:
+        """A block of linear layers of which neither half can be cut, or only one, is not understood."""
+        has_attention = any(region.is_attention for region in regions)
+        has_mlp = bool(flow.experts) or any(not region.is_attention for region in regions)
+        block = self.modules[name]
+        unknown = [
+            inner
+            for inner, module in block.named_modules()
+            if any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+            and not is_stack_of_experts(module)
+            and not isinstance(module, nn.Conv1d)
+        ]
+        if (has_attention and has_mlp) or (len(flow.whole) < 2 and not unknown):
+            return
+        halves = (("attention", has_attention), ("MLP", has_mlp))
+        missing = " and ".join(what for what, is_there in halves if not is_there)
+        found = [f"{region.closer} sums what {', '.join(region.openers)} open" for region in regions]
+        found += [f"{linear} stays whole: {why}" for linear, why in flow.whole.items()]
+        found += [f"{inner} holds 3-D weights of an unknown kind" for inner in unknown]
+        raise ValueError(
+            f"no row-parallel {missing} output was found in {name or 'the model'} ({type(block).__name__}): "
+            f"{'; '.join(found)}. Say in tensor_parallel.partition_config which layers are cut (§9.13)"
+        )
+
+    def _check_config(self, flow: Flow, name: str, regions: Sequence[Region]) -> None:
+        """The user's plan must not contradict the code."""
+        if self.config is None:
+            return
+        roles = {opener: "column" for region in regions for opener in region.openers}
+        roles |= {region.closer: "row" for region in regions}
+        for inner, why in flow.whole.items():
+            roles[f"{name}.{inner}".strip(".")] = why
+        for linear, role in roles.items():
+            spec = self._spec_of(linear)
+            if spec is None or spec.partition_type is PartitionType.SKIP or spec.gather_output:
+                continue
+            wanted = PartitionType(spec.partition_type).value
+            if role != wanted:
+                is_cut = role in ("row", "column")
+                what = f"is {role}-parallel in the code" if is_cut else f"stays whole: {role}"
+                raise ValueError(
+                    f"partition_config says {wanted} for {linear}, but it {what}; name all layers of a "
+                    f"region, or use gather_output=True for one whose output is used whole (§9.13)"
+                )
+
+    # ------------------------------------------------------------------------------------------- the rest
+
+    def add_vocabulary(self) -> None:
+        """Cut the output layer over the vocabulary, and an embedding that shares its weight."""
+        get_head = getattr(self.model, "get_output_embeddings", lambda: None)
+        names = {id(module): name for name, module in self.modules.items()}
+        head = get_head()
+        if head is None or id(head) not in names or not is_linear(head):
+            raise ValueError(
+                f"vocab_parallel_lm_head=true, but {type(self.model).__name__} has no linear output layer "
+                f"over a vocabulary (get_output_embeddings); remove the key (§9.13)"
+            )
+        self.placer.add_gathered(names[id(head)], "the output layer, by vocabulary; its output is gathered")
+        for name, module in self.modules.items():
+            if module is not head and getattr(module, "weight", None) is head.weight:
+                if type(module) is not nn.Embedding:
+                    raise ValueError(
+                        f"vocab_parallel_lm_head=true, but {name} shares the output layer's weight and is a "
+                        f"{type(module).__name__}, not a plain Embedding; remove the key (§9.13)"
+                    )
+                ranges = deal_by_grain(module.num_embeddings, self.placer.ranks, self.placer.grain)
+                self.placer.place(
+                    Placement(name, "vocabulary", "shares the output layer's weight", 0, ranges)
+                )
+
+    def finished(self) -> Plan:
+        """The plan, with what no block holds."""
+        for name, module in self.modules.items():
+            if name not in self.placer.placed and (is_linear(module) or isinstance(module, nn.Embedding)):
+                self._place_whole(name, "outside the repeated blocks")
+        if self.config is not None:
+            self._check_patterns(self.config)
+        return self.placer.plan()
+
+    def _check_patterns(self, config: AutoTPConfig) -> None:
+        for spec in config.layer_specs:
+            if id(spec) not in self.used and not spec.is_preset:
+                for name, module in self.modules.items():
+                    if any(True for _ in module.parameters(recurse=False)):
+                        self._spec_of(name)
+                if id(spec) in self.used:
+                    continue
+                raise ValueError(
+                    f"the pattern {', '.join(spec.patterns)} of partition_config matches no weight of "
+                    f"{type(self.model).__name__}; names look like {self._example()} (§9.13)"
+                )
+        if config.layer_specs and not self.used:
+            raise ValueError(
+                f"the preset matches no weight of {type(self.model).__name__}; names look like "
+                f"{self._example()}, remove preset_model (§9.13)"
+            )
+        unmatched = [
+            name
+            for name, module in self.modules.items()
+            if is_linear(module)
+            and self._spec_of(name) is None
+            and not any(pattern in name for pattern in config.lm_head_patterns)
+        ]
+        if config.strict_mode and unmatched:
+            raise ValueError(
+                "strict_mode: no pattern of partition_config matches the linear layers "
+                f"{', '.join(unmatched[:6])}{' ...' if len(unmatched) > 6 else ''}; add them, with "
+                f"partition_type skip if they stay whole (§9.13)"
+            )
+
+    def _example(self) -> str:
+        return next(f"{name}.weight" for name, module in self.modules.items() if is_linear(module))

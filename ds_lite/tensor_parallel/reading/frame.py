@@ -1,0 +1,302 @@
+"""One function's code followed from statement to statement, on values that are only partly known (§9.13).
+
+Both ways of a condition are followed unless its truth is known, as it is for settings of the model; a loop
+over known items is followed item by item, any other one twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ds_lite.tensor_parallel.reading.values import (
+    UNKNOWN,
+    WITHOUT_HISTORY,
+    Flowing,
+    Known,
+    Value,
+    attribute_of,
+    either,
+    flows,
+    item_of,
+    items_of,
+    union,
+)
+
+
+class Caller(Protocol):
+    """Who knows what calls and meetings of values mean."""
+
+    def call(self, what: Value, args: Sequence[Value], named: Mapping[str, Value], text: str) -> Value: ...
+
+    def met(self, values: Sequence[Value]) -> Flowing: ...
+
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+class Frame:
+    """The variables of one call, and what it has returned so far."""
+
+    def __init__(self, caller: Caller, variables: dict[str, Value], outside: Mapping[str, Any]) -> None:
+        self.caller, self.variables, self.outside = caller, variables, outside
+        self.returned: Value | None = None
+
+    # ---------------------------------------------------------------------------------------- statements
+
+    def body(self, statements: Sequence[ast.stmt]) -> bool:
+        """Follow statements in turn; whether the code goes on behind them."""
+        return all(self._statement(statement) for statement in statements)
+
+    def _statement(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Return):
+            value = Known(None) if node.value is None else self.value(node.value)
+            self.returned = value if self.returned is None else either(self.returned, value)
+            return False
+        if isinstance(node, (ast.Raise, ast.Continue, ast.Break)):
+            return not isinstance(node, ast.Raise)
+        if isinstance(node, ast.If):
+            return self._branches(node)
+        if isinstance(node, (ast.For, ast.While)):
+            self._loop(node)
+        elif isinstance(node, (ast.With, ast.Try)):
+            for item in node.items if isinstance(node, ast.With) else ():
+                self.value(item.context_expr)
+            return self.body(node.body)
+        elif isinstance(node, ast.Assign):
+            value = self.value(node.value)
+            for target in node.targets:
+                self._assign(target, value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assign(node.target, self.value(node.value))
+        elif isinstance(node, ast.AugAssign):
+            self._assign(
+                node.target, self._combined(node.op, self.value(node.target), self.value(node.value))
+            )
+        elif isinstance(node, ast.Expr):
+            self.value(node.value)
+        return True
+
+    def _branches(self, node: ast.If) -> bool:
+        decided = self._truth(node.test)
+        if decided is not None:
+            return self.body(node.body if decided else node.orelse)
+        before = self.variables
+        self.variables = {**before}
+        goes_on, after = self.body(node.body), self.variables
+        self.variables = {**before}
+        goes_on_otherwise = self.body(node.orelse)
+        if goes_on and goes_on_otherwise:
+            self.variables = {
+                name: either(after[name], self.variables[name])
+                if name in after and name in self.variables
+                else after.get(name, self.variables.get(name))
+                for name in {**after, **self.variables}
+            }
+        elif goes_on:
+            self.variables = after
+        return goes_on or goes_on_otherwise
+
+    def _loop(self, node: ast.For | ast.While) -> None:
+        if isinstance(node, ast.While):
+            for _ in range(2):
+                self.body(node.body)
+            return
+        over = self.value(node.iter)
+        items = items_of(over)
+        for item in [union((over,))] * 2 if items is None else items:
+            self._assign(node.target, item)
+            self.body(node.body)
+
+    def _assign(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Name):
+            self.variables[target.id] = value
+        elif isinstance(target, ast.Starred):
+            self._assign(target.value, value)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            items = items_of(value)
+            if items is None or len(items) != len(target.elts):
+                items = [union((value,))] * len(target.elts)
+            for part, item in zip(target.elts, items, strict=True):
+                self._assign(part, item)
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):  # x[...] = value
+            self.variables[target.value.id] = self.caller.met([self.value(target.value), value])
+
+    # --------------------------------------------------------------------------------------- expressions
+
+    def value(self, node: ast.expr) -> Value:
+        """What an expression is."""
+        if isinstance(node, ast.Constant):
+            return Known(node.value)
+        if isinstance(node, ast.Name):
+            return self._variable(node.id)
+        if isinstance(node, ast.Attribute):
+            return attribute_of(self.value(node.value), node.attr)
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return self._listed(node.elts)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.Subscript):
+            return item_of(self.value(node.value), self.value(node.slice))
+        if isinstance(node, ast.BinOp):
+            return self._combined(node.op, self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.IfExp):
+            decided = self._truth(node.test)
+            if decided is None:
+                return either(self.value(node.body), self.value(node.orelse))
+            return self.value(node.body if decided else node.orelse)
+        if isinstance(node, (ast.Compare, ast.BoolOp)) or (
+            isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        ):
+            decided = self._truth(node)
+            return UNKNOWN if decided is None else Known(decided)
+        if isinstance(node, ast.UnaryOp):
+            value = self.value(node.operand)
+            is_number = isinstance(value, Known) and isinstance(value.object, (int, float))
+            return Known(-value.object) if is_number and isinstance(node.op, ast.USub) else union((value,))
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)):
+            return self._comprehension(node)
+        if isinstance(node, ast.NamedExpr):
+            value = self.value(node.value)
+            self._assign(node.target, value)
+            return value
+        return union(self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+
+    def _variable(self, name: str) -> Value:
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.outside:
+            return Known(self.outside[name])
+        return Known(getattr(builtins, name)) if hasattr(builtins, name) else UNKNOWN
+
+    def _listed(self, nodes: Sequence[ast.expr]) -> tuple[Value, ...]:
+        values: list[Value] = []
+        for node in nodes:
+            value = self.value(node.value if isinstance(node, ast.Starred) else node)
+            items = items_of(value) if isinstance(node, ast.Starred) else None
+            values += [value] if items is None else items
+        return tuple(values)
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+        over = self.value(node.generators[0].iter)
+        items = items_of(over)
+        results = []
+        for item in [union((over,))] if items is None else items:
+            self._assign(node.generators[0].target, item)
+            results.append(self.value(node.elt))
+        return union(results) if items is None else tuple(results)
+
+    def _combined(self, op: ast.operator, left: Value, right: Value) -> Value:
+        if isinstance(op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
+            return left + right
+        return self.caller.met([left, right])
+
+    def _call(self, node: ast.Call) -> Value:
+        args = list(self._listed(node.args))
+        named = {word.arg or f"**{i}": self.value(word.value) for i, word in enumerate(node.keywords)}
+        text = ast.unparse(node.func)
+        if isinstance(node.func, ast.Attribute):
+            base = self.value(node.func.value)
+            if isinstance(base, (Flowing, tuple)):
+                return self._method(node.func, base, args, named)
+        what = self.value(node.func)
+        if isinstance(what, Known) and what.object in _BUILTINS:
+            return self._builtin(what.object, args)
+        return self.caller.call(what, args, named, text)
+
+    def _method(
+        self, node: ast.Attribute, base: Value, args: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value:
+        """A tensor's method: what it is made of, together; one that ends in _ changes the tensor."""
+        if node.attr in WITHOUT_HISTORY:
+            return UNKNOWN
+        result = self.caller.met([base, *args, *named.values()])
+        if node.attr == "softmax":
+            result = replace(result, attended=True)
+        if node.attr.endswith("_") and isinstance(node.value, ast.Name):
+            self.variables[node.value.id] = result
+        return result
+
+    def _builtin(self, function: Any, args: Sequence[Value]) -> Value:
+        first = args[0] if args else UNKNOWN
+        if function in (getattr, hasattr) and isinstance(first, Known) and len(args) > 1:
+            name = args[1].object if isinstance(args[1], Known) else ""
+            if function is hasattr:
+                return Known(hasattr(first.object, name)) if name else UNKNOWN
+            if len(args) > 2 and not hasattr(first.object, name):
+                return args[2]
+            return attribute_of(first, name)
+        lists = [items_of(arg) for arg in args]
+        if function is enumerate and lists and lists[0] is not None:
+            return tuple((Known(i), item) for i, item in enumerate(lists[0]))
+        if function is zip and lists and any(one is not None for one in lists):
+            length = min(len(one) for one in lists if one is not None)
+            columns = [
+                [union((arg,))] * length if one is None else one[:length]
+                for arg, one in zip(args, lists, strict=True)
+            ]
+            return tuple(zip(*columns, strict=True))
+        if function in (list, tuple, reversed) and lists and lists[0] is not None:
+            return tuple(lists[0][::-1] if function is reversed else lists[0])
+        if function is len and lists and lists[0] is not None:
+            return Known(len(lists[0]))
+        if function is range and all(isinstance(a, Known) and isinstance(a.object, int) for a in args):
+            return Known(range(*(a.object for a in args)))
+        return UNKNOWN if function in (len, isinstance, range, hasattr) else union(args)
+
+    # ------------------------------------------------------------------------------------------ conditions
+
+    def _truth(self, node: ast.expr) -> bool | None:
+        """Whether a condition holds; None if that is not known."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self._truth(node.operand)
+            return None if inner is None else not inner
+        if isinstance(node, ast.BoolOp):
+            parts = [self._truth(part) for part in node.values]
+            decisive = isinstance(node.op, ast.Or)
+            if decisive in parts:
+                return decisive
+            return None if None in parts else not decisive
+        if isinstance(node, ast.Compare):
+            return self._comparison(node)
+        value = self.value(node)
+        if isinstance(value, Known):
+            return bool(value.object) if value.is_constant else True
+        return None
+
+    def _comparison(self, node: ast.Compare) -> bool | None:
+        left, right = self.value(node.left), self.value(node.comparators[0])
+        if len(node.ops) > 1 or not isinstance(right, Known):
+            return None
+        if isinstance(left, Known):
+            try:
+                return bool(_COMPARE[type(node.ops[0])](left.object, right.object))
+            except TypeError:
+                return None
+        is_there = isinstance(left, tuple) or any(one.open or one.is_stream for one in flows([left]))
+        if right.object is None and is_there:  # a tensor with a history is not None
+            return (
+                isinstance(node.ops[0], ast.IsNot) if isinstance(node.ops[0], (ast.Is, ast.IsNot)) else None
+            )
+        return None
+
+
+_BUILTINS = (
+    *(getattr, hasattr, enumerate, zip, list, tuple, reversed, len, range, isinstance),
+    *(int, float, bool, str, max, min, abs, sum, type),
+)

@@ -1,0 +1,148 @@
+"""What is known of a value while code is read and not run: the values of `block.py` (§9.13).
+
+A value is one of: `Flowing`, some tensor, of which only its history matters; `Known`, an object that the
+reader can look at, such as a module or a setting; a tuple of values; `OneOf`, some child of a list of
+modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Flowing:
+    """A tensor, or anything that the reader does not look into.
+
+    `open` names the linear layers whose cut output it is made of. `is_stream` says that it comes from the
+    block's input and is whole. `attended` says that a softmax or an attention function made it. `weights` are
+    parameters that the code uses by itself, beside those of layers.
+    """
+
+    open: frozenset[str] = frozenset()
+    is_stream: bool = False
+    attended: bool = False
+    weights: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """An object that can be looked at; `name` is its path from the block if it is a module in it.
+
+    A method is a plain function with the module it is bound to in `owner`.
+    """
+
+    object: Any
+    name: str = ""
+    owner: Known | None = None
+
+    @property
+    def is_constant(self) -> bool:
+        return self.object is None or isinstance(self.object, (bool, int, float, str))
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Some item of a list of modules: what it does may be done by each."""
+
+    choices: tuple[Any, ...]
+
+
+Value = Any  # Flowing | Known | OneOf | tuple[Value, ...]
+
+UNKNOWN, STREAM = Flowing(), Flowing(is_stream=True)
+
+
+def flows(values: Iterable[Value]) -> list[Flowing]:
+    """The tensors among values, out of tuples."""
+    found: list[Flowing] = []
+    for value in values:
+        if isinstance(value, Flowing):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += flows(value)
+    return found
+
+
+def union(values: Iterable[Value]) -> Flowing:
+    """All histories in one; open before stream."""
+    parts = flows(values)
+    opened = frozenset[str]().union(*(part.open for part in parts))
+    return Flowing(
+        opened,
+        not opened and any(part.is_stream for part in parts),
+        any(part.attended for part in parts),
+        frozenset[str]().union(*(part.weights for part in parts)),
+    )
+
+
+def either(first: Value, second: Value) -> Value:
+    """What a variable is after one of two ways through the code."""
+    if first is second:
+        return first
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        short, long = sorted((first, second), key=len)
+        return (*(either(a, b) for a, b in zip(short, long, strict=False)), *long[len(short) :])
+    if isinstance(first, Known) and isinstance(second, Known):
+        if first.object is second.object:
+            return first
+        return OneOf((first, second)) if isinstance(first.object, nn.Module) else UNKNOWN
+    if isinstance(first, Known) and first.is_constant and isinstance(second, tuple):
+        return second  # None until it is a tuple
+    if isinstance(second, Known) and second.is_constant and isinstance(first, tuple):
+        return first
+    return union((first, second))
+
+
+def items_of(value: Value) -> list[Value] | None:
+    """The items that a loop over the value takes; None if that is not known."""
+    if isinstance(value, tuple):
+        return list(value)
+    if not isinstance(value, Known):
+        return None
+    thing = value.object
+    if isinstance(thing, (nn.ModuleList, nn.Sequential)):
+        return [Known(child, f"{value.name}.{key}".lstrip(".")) for key, child in thing.named_children()]
+    if isinstance(thing, (list, tuple, range)) and len(thing) <= 64:
+        return [Known(item) for item in thing]
+    return None
+
+
+def item_of(value: Value, index: Value) -> Value:
+    """value[index]: one item of what is listed, else the value's own history."""
+    items = items_of(value)
+    if items is None:
+        return union((value,))
+    if isinstance(index, Known) and isinstance(index.object, int):
+        return items[index.object] if -len(items) <= index.object < len(items) else UNKNOWN
+    if all(isinstance(item, Known) and isinstance(item.object, nn.Module) for item in items) and items:
+        return OneOf(tuple(items))
+    return union(items)
+
+
+def attribute_of(value: Value, name: str) -> Value:
+    """value.name: looked up on objects; a tensor's parts share its history, its shape has none."""
+    if isinstance(value, OneOf):
+        return OneOf(tuple(attribute_of(choice, name) for choice in value.choices))
+    if not isinstance(value, Known):
+        return UNKNOWN if name in WITHOUT_HISTORY else union((value,))
+    found = getattr(value.object, name, _ABSENT)
+    if found is _ABSENT:
+        return UNKNOWN
+    if isinstance(found, nn.Module):
+        return Known(found, f"{value.name}.{name}".lstrip("."))
+    if isinstance(value.object, nn.Module) and hasattr(found, "__func__"):
+        return Known(found.__func__, owner=value)
+    if isinstance(found, nn.Parameter):
+        return Flowing(weights=frozenset([f"{value.name}.{name}".lstrip(".")]))
+    return UNKNOWN if isinstance(found, Tensor) else Known(found)
+
+
+_ABSENT = object()
+
+# What a tensor tells of itself beside its values.
+WITHOUT_HISTORY = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "get_seq_length", "is_cuda"}
