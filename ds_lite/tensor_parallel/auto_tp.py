@@ -20,7 +20,7 @@ from ds_lite.tensor_parallel.layers import (
 )
 from ds_lite.tensor_parallel.partition_config import AutoTPConfig
 from ds_lite.tensor_parallel.plan import AttentionHeads, Placement, Plan
-from ds_lite.tensor_parallel.policy import make_plan
+from ds_lite.tensor_parallel.policy import make_plan, tp_parser
 from ds_lite.tensor_parallel.regions import enter, leave
 from ds_lite.tensor_parallel.sharded import cut_once
 
@@ -53,6 +53,15 @@ def auto_tp(
             f"cut for {ranks}; gather its state dict and load it into a new model (§9.13)"
         )
     return before
+
+
+class AutoTP:
+    """DeepSpeed's name for the parser.
+
+    Source: §9.13; DeepSpeed `module_inject/auto_tp.py::AutoTP` @ 0.19.8.
+    """
+
+    tp_parser = staticmethod(tp_parser)
 
 
 def apply_plan(model: nn.Module, plan: Plan, group: ProcessGroup) -> None:

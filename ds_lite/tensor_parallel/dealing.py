@@ -56,18 +56,17 @@ def deal_evenly(total: int, ranks: int) -> Ranges:
 def deal_by_grain(total: int, ranks: int, grain: int = 1) -> Ranges:
     """The ranges of a `deal` in units of `grain` indices, the last rank also takes what is left over.
 
-    With fewer grains than ranks the unit is one index.
+    Where that would leave a rank without any, the unit is one index.
 
     >>> deal_by_grain(30, 4, grain=8)
     (((0, 8),), ((8, 16),), ((16, 24),), ((24, 30),))
 
     Source: §9.13; DeepSpeed `module_inject/tp_shard.py::get_shard_size` @ 0.19.8.
     """
-    if total // grain < ranks:
-        return deal_evenly(total, ranks)
-    widths = deal(total - total % grain, ranks, unit=grain)
-    widths[-1] += total % grain
-    return side_by_side(widths)
+    grains, rest = divmod(total, grain)
+    widths = [(grains // ranks + (rank < grains % ranks)) * grain for rank in range(ranks)]
+    widths[-1] += rest
+    return side_by_side(widths) if min(widths) > 0 else deal_evenly(total, ranks)
 
 
 def repeated(ranges: Ranges, total: int, times: int) -> Ranges:

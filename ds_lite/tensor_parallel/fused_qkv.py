@@ -141,36 +141,39 @@ def put_back(parts: Sequence[Tensor], ranges: Ranges, dim: int = 0) -> Tensor:
 _ONE, _PER_GROUP = FusedLayout(), FusedLayout(blocks=None)
 _GATE_UP = FusedLayout(parts=("gate", "up"))
 
-# First words of class names, of the attention or MLP or of a module around it -> the layout.
-_ATTENTION: dict[str, FusedLayout] = {
-    **dict.fromkeys(("GPT2", "Mpt", "MPT", "Phi3", "GLM", "Glm", "ChatGLM", "Baichuan", "QWen"), _ONE),
-    **dict.fromkeys(("Bloom", "GPTNeoX"), _PER_GROUP),
-    "CodeGen": FusedLayout(4, ("q", "v", "k")),
+# What the code of a block cannot show: the first words of class names, of the attention or MLP or of a module
+# around it -> the layout of its fused weight.
+replace_policies: dict[str, dict[str, FusedLayout]] = {
+    "attention": {
+        **dict.fromkeys(("GPT2", "Mpt", "MPT", "Phi3", "GLM", "Glm", "ChatGLM", "Baichuan", "QWen"), _ONE),
+        **dict.fromkeys(("Bloom", "GPTNeoX"), _PER_GROUP),
+        "CodeGen": FusedLayout(4, ("q", "v", "k")),
+    },
+    "mlp": dict.fromkeys(("Phi3", "GLM", "Glm", "ChatGLM"), _GATE_UP),
 }
-_MLP: dict[str, FusedLayout] = dict.fromkeys(("Phi3", "GLM", "Glm", "ChatGLM"), _GATE_UP)
 
 
 def attention_layout(modules: Sequence[nn.Module]) -> FusedLayout | None:
     """How the attention's fused weight is packed, from the modules around it; None for one we do not know."""
     for module in modules:
         name = type(module).__name__
+        has_one_kv_head = getattr(module, "multi_query", name.startswith("GPTBigCode"))
         if name.startswith("Falcon"):
-            is_one = getattr(module, "multi_query", False) and not getattr(
-                module, "new_decoder_architecture", False
-            )
-            return _ONE if is_one else _PER_GROUP
+            is_new = getattr(module, "new_decoder_architecture", False)
+            return _ONE if has_one_kv_head and not is_new else _PER_GROUP
         if name.startswith("GPTBigCode"):
-            return _ONE if getattr(module, "multi_query", True) else _PER_GROUP
-        for start, layout in _ATTENTION.items():
-            if name.startswith(start):
-                return layout
+            return _ONE if has_one_kv_head else _PER_GROUP
+        if layout := _known(name, "attention"):
+            return layout
     return None
 
 
 def mlp_layout(modules: Sequence[nn.Module]) -> FusedLayout | None:
     """How gate and up are packed in one weight; None for an MLP that we do not know."""
-    for module in modules:
-        for start, layout in _MLP.items():
-            if type(module).__name__.startswith(start):
-                return layout
-    return None
+    found = (_known(type(module).__name__, "mlp") for module in modules)
+    return next((layout for layout in found if layout), None)
+
+
+def _known(class_name: str, what: str) -> FusedLayout | None:
+    policies = replace_policies[what].items()
+    return next((layout for start, layout in policies if class_name.startswith(start)), None)
