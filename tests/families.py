@@ -256,7 +256,7 @@ REFUSED: dict[str, Family] = {
         "GptOssConfig",
         settings=(("num_local_experts", 4), ("head_dim", 4), *_POSITIONS),
         kv=_LLAMA_KV,
-        refused="sinks is a weight of its own|3-D weights of an unknown kind",
+        refused="sinks is a weight of its own|holds weights of an unknown kind",
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",

@@ -133,6 +133,9 @@ class _Planner:
         for inner, openers in flow.inside.items():
             self.placer.add_inside(path(inner), [path(opener) for opener in openers])
         self._check_config(flow, name, regions)
+        for inner, module in block.named_modules():
+            if is_linear(module) and path(inner) not in self.placer.placed:
+                self._place_whole(path(inner), "the code of its block does not call it")
 
     def _kept(self, name: str, block: nn.Module) -> dict[str, str]:
         """What the user's plan keeps out of all regions, by its name in the block."""
@@ -192,9 +195,12 @@ class _Planner:
         unknown = [
             inner
             for inner, module in block.named_modules()
-            if any(weight.dim() == 3 for weight in module.parameters(recurse=False))
-            and not is_stack_of_experts(module)
-            and not isinstance(module, nn.Conv1d)
+            if isinstance(module, nn.MultiheadAttention)
+            or (
+                any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+                and not is_stack_of_experts(module)
+                and not isinstance(module, nn.Conv1d)
+            )
         ]
         if (has_attention and has_mlp) or (len(flow.whole) < 2 and not unknown):
             return
@@ -202,7 +208,7 @@ class _Planner:
         missing = " and ".join(what for what, is_there in halves if not is_there)
         found = [f"{region.closer} sums what {', '.join(region.openers)} open" for region in regions]
         found += [f"{linear} stays whole: {why}" for linear, why in flow.whole.items()]
-        found += [f"{inner} holds 3-D weights of an unknown kind" for inner in unknown]
+        found += [f"{inner or name} holds weights of an unknown kind" for inner in unknown]
         raise ValueError(
             f"no row-parallel {missing} output was found in {name or 'the model'} ({type(block).__name__}): "
             f"{'; '.join(found)}. Say in tensor_parallel.partition_config which layers are cut (§9.13)"

@@ -25,6 +25,11 @@ from torch import nn
 
 from ds_lite.tensor_parallel.kinds import holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.reading.frame import Frame
+from ds_lite.tensor_parallel.reading.operations import (
+    folds_columns,
+    is_elementwise,
+    takes_columns_together,
+)
 from ds_lite.tensor_parallel.reading.values import (
     STREAM,
     UNKNOWN,
@@ -127,10 +132,19 @@ class _Reader:
             if what.owner is not None or _is_worth_reading(what.object):
                 return self._function(what, args, named)
         passed_on = self._calls_inside(args, named)
-        result = self.met([*args, *named.values(), passed_on])
-        if "softmax" in text or "attention" in text:
-            result = replace(result, attended=True)
-        return result
+        return self.operation(text.rpartition(".")[2], [*args, passed_on], named)
+
+    def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing:
+        """What torch makes of its arguments."""
+        result = self.met([*args, *named.values()])
+        if result.open and not result.has_heads and takes_columns_together(name, args, named):
+            self._stays_whole(result.open, f"{name} needs all columns of its output")
+            return STREAM
+        return replace(
+            result,
+            has_heads=result.has_heads or folds_columns(name),
+            attended=result.attended or "softmax" in name or "attention" in name,
+        )
 
     def _module(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
         module, name = what.object, what.name
@@ -143,11 +157,7 @@ class _Reader:
             self._stays_whole(union(given).open, "its output goes into experts")
             return STREAM
         if not holds_linears(module):
-            result = self.met(given)
-            if result.open and any(True for _ in module.parameters()):
-                result = self._inside(what, result)
-            is_softmax = "softmax" in type(module).__name__.lower()
-            return replace(result, attended=result.attended or is_softmax)
+            return self._leaf(what, args, named)
         if isinstance(module, nn.Sequential):
             return self._each_in_turn(what, union(given))
         function = inspect.unwrap(type(module).forward)
@@ -156,6 +166,26 @@ class _Reader:
                 f"the code of {type(module).__name__} ({name}) cannot be read, so nobody knows what its "
                 f"linear layers are for; say it in tensor_parallel.partition_config (§9.13)"
             )
+        return self._function(Known(function, owner=what), args, named)
+
+    def _leaf(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
+        """A module without a linear layer."""
+        module = what.object
+        result = self.met([*args, *named.values()])
+        if not result.open:
+            return result
+        if any(True for _ in module.parameters()):
+            return self._inside(what, result)
+        if isinstance(module, (nn.Softmax, nn.LogSoftmax)):
+            return self.operation("softmax", args, named)
+        if is_elementwise(module):
+            return result
+        function = inspect.unwrap(type(module).forward)
+        if type(module).__module__.startswith("torch.") or _tree_of(function) is None:
+            self._stays_whole(
+                result.open, f"nobody knows whether {type(module).__name__} needs all columns of it"
+            )
+            return STREAM
         return self._function(Known(function, owner=what), args, named)
 
     def _inside(self, what: Known, x: Flowing) -> Flowing:

@@ -10,7 +10,6 @@ import ast
 import builtins
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from ds_lite.tensor_parallel.reading.values import (
@@ -34,6 +33,8 @@ class Caller(Protocol):
     def call(self, what: Value, args: Sequence[Value], named: Mapping[str, Value], text: str) -> Value: ...
 
     def met(self, values: Sequence[Value]) -> Flowing: ...
+
+    def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing: ...
 
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -204,6 +205,8 @@ class Frame:
     def _combined(self, op: ast.operator, left: Value, right: Value) -> Value:
         if isinstance(op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
             return left + right
+        if isinstance(op, ast.MatMult):
+            return self.caller.operation("matmul", [left, right], {})
         return self.caller.met([left, right])
 
     def _call(self, node: ast.Call) -> Value:
@@ -225,9 +228,7 @@ class Frame:
         """A tensor's method: what it is made of, together; one that ends in _ changes the tensor."""
         if node.attr in WITHOUT_HISTORY:
             return UNKNOWN
-        result = self.caller.met([base, *args, *named.values()])
-        if node.attr == "softmax":
-            result = replace(result, attended=True)
+        result = self.caller.operation(node.attr.rstrip("_"), [base, *args], named)
         if node.attr.endswith("_") and isinstance(node.value, ast.Name):
             self.variables[node.value.id] = result
         return result

@@ -19,13 +19,15 @@ class Flowing:
     """A tensor, or anything that the reader does not look into.
 
     `open` names the linear layers whose cut output it is made of. `is_stream` says that it comes from the
-    block's input and is whole. `attended` says that a softmax or an attention function made it. `weights` are
-    parameters that the code uses by itself, beside those of layers.
+    block's input and is whole. `attended` says that a softmax or an attention function made it, `has_heads`
+    that its columns have been folded into heads. `weights` are parameters that the code uses by itself,
+    beside those of layers.
     """
 
     open: frozenset[str] = frozenset()
     is_stream: bool = False
     attended: bool = False
+    has_heads: bool = False
     weights: frozenset[str] = frozenset()
 
 
@@ -76,6 +78,7 @@ def union(values: Iterable[Value]) -> Flowing:
         opened,
         not opened and any(part.is_stream for part in parts),
         any(part.attended for part in parts),
+        any(part.has_heads for part in parts),
         frozenset[str]().union(*(part.weights for part in parts)),
     )
 
