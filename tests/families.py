@@ -42,8 +42,20 @@ class Family:
 
     def make(self, heads: int, kv_heads: int, *, dtype: torch.dtype = WIDE) -> nn.Module:
         """The same weights on every rank."""
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            model = self.make_empty(heads, kv_heads).to(dtype)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    noise = 0.3 * torch.randn_like(weight)
+                    weight.copy_(weight + noise if weight.dim() == 1 else noise)
+        return model
+
+    def make_empty(self, heads: int, kv_heads: int) -> nn.Module:
+        """Whatever the class makes of its weights."""
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()  # it would leave a thread behind
         values = (heads * WIDTH_OF_HEAD, INNER, LAYERS, heads)
         settings = {name: value for name, value in zip(self.names, values, strict=True) if name is not None}
         settings |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -53,13 +65,7 @@ class Family:
         for name, value in vars(config).items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            model = getattr(transformers, self.model)(config).to(dtype)
-            with torch.no_grad():
-                for weight in model.parameters():
-                    noise = 0.3 * torch.randn_like(weight)
-                    weight.copy_(weight + noise if weight.dim() == 1 else noise)
+        model = getattr(transformers, self.model)(config)
         if any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters()):
             model.set_experts_implementation("eager")  # grouped products have no float64
         return model.eval()

@@ -18,6 +18,7 @@ from ds_lite.tensor_parallel.partition_config import TPLayerSpec, layout_from
 # Names under which models keep these numbers, on the attention or in their configuration.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads", "n_head_kv")
+_WIDTHS_OF_A_HEAD = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv")
 _GROUPS = ("num_key_value_groups",)
 _QUERY_WIDTHS = ("embed_dim", "hidden_size", "split_size", "inner_dim", "all_head_size", "dim")
 _KV_WIDTHS = ("kv_dim", "kv_size")
@@ -128,14 +129,13 @@ def is_per_head(module: nn.Module, columns: int, around: Sequence[nn.Module]) ->
     """
     if any(True for child in module.children() for _ in child.parameters()):
         return False
-    query = number_of(around, _QUERY_HEADS)
-    counts = {count for count in (query, number_of(around, _KV_HEADS)) if count}
-    widths = {columns // count for count in counts} | {
-        columns // (query + 2 * kv) for kv in counts if query is not None
-    }
+    query, kv = number_of(around, _QUERY_HEADS), number_of(around, _KV_HEADS)
+    counts = {count for count in (query, kv) if count}
+    width = number_of(around, _WIDTHS_OF_A_HEAD)
+    widths = {width} if width else {columns // count for count in counts if count > 1}
     return all(
         weight.numel() == 1
-        or (weight.dim() == 1 and weight.numel() in widths and weight.numel() < columns)
+        or (weight.dim() == 1 and weight.numel() in widths)
         or (weight.dim() == 2 and weight.shape[0] in counts and weight.numel() == columns)
         for weight in module.parameters()
     )

@@ -116,11 +116,8 @@ class Placer:
                 self.place(Placement(name, "heads", why, 1, tuple((one,) for one in query)))
 
     def _inside(self, name: str) -> Iterator[tuple[str, nn.Module]]:
-        return (
-            (inner, module)
-            for inner, module in self.modules.items()
-            if inner == name or inner.startswith(f"{name}.") or not name
-        )
+        for inner, module in self.modules[name].named_modules():
+            yield f"{name}.{inner}".strip("."), module
 
     def add_inside(self, name: str, openers: Sequence[str]) -> None:
         """A module with parameters inside an attention, such as a norm of each head."""

@@ -81,7 +81,7 @@ def parameters_on_meta() -> Iterator[None]:
     usual = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
+        if param is not None and not param.is_meta:  # a tie is registered once more, as it is
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         usual(self, name, param)
 
