@@ -4,6 +4,7 @@ Each command checks what the user typed, asks the module that knows, and prints.
 red line on stderr and exit status 2.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -171,6 +172,46 @@ def lab(
         arguments = ["--impl", impl.value, "--out", str(folder), *(["--quick"] if quick else [])]
         status = run_script(script, arguments, nproc=nproc, trace_dir=folder / "trace")
     raise typer.Exit(status)
+
+
+@app.command()
+def autotp(
+    model: Annotated[
+        str, typer.Argument(help="Class of transformers, config.json or its folder, or package.module:Class.")
+    ],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 2,
+    partition_config: Annotated[
+        Path | None, typer.Option(help="JSON file with a plan of your own, as in the config.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Name of a known architecture's plan.")] = None,
+    grain: Annotated[int, typer.Option(min=1, help="Deal columns of MLPs in units of so many.")] = 1,
+    vocab_parallel: Annotated[bool, typer.Option(help="Cut the output layer over the vocabulary.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="One line for each module, also in equal blocks.")
+    ] = False,
+) -> None:
+    """Show how AutoTP would cut a model: module, kind, shapes before and after, and why (§9.13)."""
+    with _one_line_errors():
+        from ds_lite.tensor_parallel.empty_model import empty_model
+        from ds_lite.tensor_parallel.partition_config import config_of
+        from ds_lite.tensor_parallel.policy import make_plan
+
+        given = None if partition_config is None else json.loads(partition_config.read_text(encoding="utf-8"))
+        made = empty_model(model)
+        plan = make_plan(
+            made, tp, grain=grain, partition_config=config_of(given, preset), vocab_parallel=vocab_parallel
+        )
+    rows = [
+        ("module", "kind", "before", "each rank", "why"),
+        *(plan.rows(made) if every else plan.short_rows(made)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for place, row in enumerate(rows):
+        line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()
+        _print(Text(line, style="" if place else "bold"))
+    total, kept = plan.shares(made)
+    share = f"{min(kept):,}" if len(set(kept)) == 1 else f"{min(kept):,} to {max(kept):,}"
+    _print(Text(f"{total:,} parameters; each of {tp} ranks holds {share} ({max(kept) / total:.0%})"))
 
 
 def _lab_script(number: int) -> Path:

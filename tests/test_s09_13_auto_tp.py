@@ -477,6 +477,20 @@ def test_a_checkpoint_loads_at_another_degree(world: Any, tmp_path: Path) -> Non
     world(checkpointed, 4, str(tmp_path))
 
 
+def test_the_share_of_the_plan_is_what_a_rank_holds(world: Any) -> None:
+    for name in ("gpt2", "phi3", "mixtral", "qwen3"):
+        model = FAMILIES[name].make(6, 3)
+        total, kept = make_plan(model, 2).shares(model)
+        assert total == sum(weight.numel() for weight in model.parameters())
+        assert kept == world(held_by, 2, name)
+
+
+def held_by(rank: int, name: str) -> int:
+    model = FAMILIES[name].make(6, 3)
+    auto_tp(model, comm.new_group([0, 1], "model"))
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def test_planning_a_thousand_layers_takes_moments() -> None:
     import transformers
 

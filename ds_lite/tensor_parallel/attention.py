@@ -70,7 +70,7 @@ def heads_of(
 
 
 def _is_fused(columns: int, widths: Mapping[str, int], all_query: int) -> bool:
-    return columns > all_query or (len(widths) == 2 and columns != all_query)
+    return len(widths) < 3 and columns != all_query
 
 
 def _fused_heads(
@@ -88,7 +88,7 @@ def _fused_heads(
         layout = layout_from(spec, widths[fused[0]], width)
     if layout is None:
         raise ValueError(
-            f"the layout of the fused weight {name}.{fused[0]} is unknown: its {widths[fused[0]]} rows may "
+            f"the layout of the fused weight {fused[0]} is unknown: its {widths[fused[0]]} rows may "
             f"be [q|k|v] or head by head, and a wrong guess would mix them; declare it in "
             f"tensor_parallel.partition_config with shape=((q, k, v), -1), its rows of each (§9.13)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -103,6 +104,35 @@ class Plan:
             )
         return table
 
+    def short_rows(self, model: nn.Module) -> list[tuple[str, str, str, str, str]]:
+        """The table with equal lines of repeated blocks as one, e.g. for model.layers.0-31.mlp.up_proj."""
+        numbers: dict[tuple[str, ...], list[int]] = {}
+        for name, *rest in self.rows(model):
+            number = re.search(r"(?:^|\.)(\d+)\.", name)
+            place = number.span(1) if number else (0, 0)
+            key = (name[: place[0]], name[place[1] :], *rest)
+            numbers.setdefault(key, []).extend([int(number[1])] if number else [])
+        return [
+            (f"{start}{_span(found)}{end}", kind, before, after, reason)
+            for (start, end, kind, before, after, reason), found in numbers.items()
+        ]
+
+    def shares(self, model: nn.Module) -> tuple[int, list[int]]:
+        """Numbers of parameters: of the whole model, and what each rank keeps of them."""
+        total = sum(weight.numel() for weight in model.parameters())
+        kept = [total] * self.ranks
+        seen: set[int] = set()
+        modules = dict(model.named_modules())
+        for placement in self.placements:
+            for key, weight in modules[placement.name].named_parameters(recurse=False):
+                if id(weight) in seen or not placement.ranges or (key == "bias" and placement.kind == "row"):
+                    continue
+                seen.add(id(weight))
+                columns = sum(map(placement.width, range(self.ranks)))
+                for rank in range(self.ranks):
+                    kept[rank] -= weight.numel() - weight.numel() * placement.width(rank) // max(columns, 1)
+        return total, kept
+
     def _after(self, placement: Placement, before: Sequence[int]) -> str:
         if not placement.ranges:
             return _text(before)
@@ -110,7 +140,18 @@ class Plan:
             _text([*before[: placement.dim], placement.width(rank), *before[placement.dim + 1 :]])
             for rank in range(self.ranks)
         ]
-        return after[0] if len(set(after)) == 1 else " ".join(after)
+        counts = {shape: after.count(shape) for shape in after}
+        return after[0] if len(counts) == 1 else ", ".join(f"{n} of {shape}" for shape, n in counts.items())
+
+
+def _span(numbers: list[int]) -> str:
+    """Block numbers in short: 0-31, or 0,2,4, or nothing."""
+    if not numbers:
+        return ""
+    first, last = numbers[0], numbers[-1]
+    if numbers == list(range(first, last + 1)) and last > first:
+        return f"{first}-{last}"
+    return ",".join(map(str, numbers))
 
 
 def _shape_of(module: nn.Module) -> tuple[int, ...]:

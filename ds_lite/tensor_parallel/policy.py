@@ -166,13 +166,13 @@ class _Planner:
         return None
 
     def _place_whole(self, name: str, why: str) -> None:
-        spec, module = self._spec_of(name), self.modules[name]
+        spec = self._spec_of(name)
         if spec is not None and spec.gather_output and spec.partition_type is PartitionType.COLUMN:
             self.placer.add_gathered(name, why)
         elif spec is not None and spec.grad_allreduce:
             self.placer.place(Placement(name, "partial", "partition_config: used inside a region"))
         else:
-            self.placer.place(Placement(name, "whole", why if is_linear(module) else f"experts: {why}"))
+            self.placer.place(Placement(name, "whole", why))
 
     def _say_source(self, region: Region) -> None:
         """Who says that the layers of a region are cut, for the table."""
@@ -223,17 +223,21 @@ class _Planner:
         for inner, why in flow.whole.items():
             roles[f"{name}.{inner}".strip(".")] = why
         for linear, role in roles.items():
-            spec = self._spec_of(linear)
-            if spec is None or spec.partition_type is PartitionType.SKIP or spec.gather_output:
-                continue
-            wanted = PartitionType(spec.partition_type).value
-            if role != wanted:
-                is_cut = role in ("row", "column")
-                what = f"is {role}-parallel in the code" if is_cut else f"stays whole: {role}"
-                raise ValueError(
-                    f"partition_config says {wanted} for {linear}, but it {what}; name all layers of a "
-                    f"region, or use gather_output=True for one whose output is used whole (§9.13)"
-                )
+            self._check_role(linear, role)
+
+    def _check_role(self, linear: str, role: str) -> None:
+        """`role` is "column" or "row" as the code has it, or why the layer stays whole."""
+        spec = self._spec_of(linear)
+        if spec is None or spec.partition_type is PartitionType.SKIP or spec.gather_output:
+            return
+        wanted = PartitionType(spec.partition_type).value
+        if role != wanted:
+            is_cut = role in ("row", "column")
+            what = f"is {role}-parallel in the code" if is_cut else f"stays whole: {role}"
+            raise ValueError(
+                f"partition_config says {wanted} for {linear}, but it {what}; name all layers of a "
+                f"region, or use gather_output=True for one whose output is used whole (§9.13)"
+            )
 
     # ------------------------------------------------------------------------------------------- the rest
 
@@ -265,6 +269,7 @@ class _Planner:
         for name, module in self.modules.items():
             if name not in self.placer.placed and (is_linear(module) or isinstance(module, nn.Embedding)):
                 self._place_whole(name, "outside the repeated blocks")
+                self._check_role(name, "outside the repeated blocks")
         if self.config is not None:
             self._check_patterns(self.config)
         return self.placer.plan()
