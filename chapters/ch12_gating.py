@@ -36,7 +36,7 @@ def main() -> None:
     which_positions_lose()
     the_loss_by_hand()
     there_and_back()
-    print("\nNext: the lab, python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch13_auto_tp.py   Lab: python -m ds_lite lab 2 --nproc 4")
 
 
 def capacities() -> None:

@@ -190,7 +190,17 @@ SECTIONS: tuple[Section, ...] = (
         "9.13",
         "AutoTP: cutting a transformers model by itself",
         "AutoTP：怎么自动把 HF 模型切成 TP",
-        deepspeed=("module_inject/auto_tp.py::AutoTP",),
+        modules=(
+            "ds_lite/tensor_parallel/policy.py",
+            "ds_lite/tensor_parallel/reading/block.py",
+            "ds_lite/tensor_parallel/placing.py",
+            "ds_lite/tensor_parallel/fused_qkv.py",
+            "ds_lite/tensor_parallel/auto_tp.py",
+            "ds_lite/tensor_parallel/whole_model.py",
+        ),
+        chapter="chapters/ch13_auto_tp.py",
+        tests=("tests/test_s09_13_*.py",),
+        deepspeed=("module_inject/auto_tp.py::AutoTP", "module_inject/tp_shard.py::get_shard_size"),
     ),
     Section(
         "9.14",

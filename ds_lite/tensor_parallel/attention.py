@@ -18,7 +18,7 @@ from ds_lite.tensor_parallel.partition_config import TPLayerSpec, layout_from
 # Names under which models keep these numbers, on the attention or in their configuration.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads", "n_head_kv")
-_WIDTHS_OF_A_HEAD = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv")
+_HEAD_WIDTH = ("head_dim", "head_width", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv")
 _GROUPS = ("num_key_value_groups",)
 _QUERY_WIDTHS = ("embed_dim", "hidden_size", "split_size", "inner_dim", "all_head_size", "dim")
 _KV_WIDTHS = ("kv_dim", "kv_size")
@@ -41,7 +41,9 @@ def heads_of(
     fused weight whose layout is unknown.
     """
     width_of_all, _ = features(closer)
-    query = number_of(around, _QUERY_HEADS)
+    query, width = number_of(around, _QUERY_HEADS), number_of(around, _HEAD_WIDTH)
+    if query is None and width:
+        query = width_of_all // width
     if query is None or width_of_all % query:
         known = "no number of heads was found" if query is None else f"{query} heads do not divide it"
         raise ValueError(
@@ -131,7 +133,7 @@ def is_per_head(module: nn.Module, columns: int, around: Sequence[nn.Module]) ->
         return False
     query, kv = number_of(around, _QUERY_HEADS), number_of(around, _KV_HEADS)
     counts = {count for count in (query, kv) if count}
-    width = number_of(around, _WIDTHS_OF_A_HEAD)
+    width = number_of(around, _HEAD_WIDTH)
     widths = {width} if width else {columns // count for count in counts if count > 1}
     return all(
         weight.numel() == 1
