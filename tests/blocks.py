@@ -31,7 +31,7 @@ class Mixer(nn.Module):
 
     def __init__(self, kv_heads: int = HEADS) -> None:
         super().__init__()
-        self.num_heads, self.width = HEADS, WIDTH // HEADS
+        self.num_heads, self.num_key_value_heads, self.width = HEADS, kv_heads, WIDTH // HEADS
         self.alpha = nn.Linear(WIDTH, WIDTH)
         self.beta = nn.Linear(WIDTH, WIDTH)
         self.gamma = nn.Linear(WIDTH, kv_heads * self.width)

@@ -181,7 +181,8 @@ def test_falcon_and_bigcode_pack_as_their_settings_say() -> None:
     assert layout("FalconAttention", multi_query=False, new_decoder_architecture=False) == per_group
     assert layout("GPTBigCodeAttention", multi_query=False) == per_group
     assert layout("GPTBigCodeAttention", multi_query=True) == one
-    assert "GPT2" in replace_policies["attention"] and "Phi3" in replace_policies["mlp"]
+    assert "GPT2Attention" in replace_policies["attention"] and "Phi3MLP" in replace_policies["mlp"]
+    assert layout("Phi3SmallAttention") is None, "another class of a like name may pack in another way"
 
 
 # -------------------------------------------------------------------------------------- DeepSpeed's class

@@ -164,7 +164,11 @@ DECLARED = {
         spec([r".*both.*"], "column", shape=[[10, 10], -1], partition_dim=0),
         ROWS,
     ],
-    "by head": [spec([r".*qkv.*"], "column"), spec([r".*both.*"], "column", shape=[2, -1]), ROWS],
+    "by head": [
+        spec([r".*qkv.*"], "column", per_head=True),
+        spec([r".*both.*"], "column", shape=[2, -1]),
+        ROWS,
+    ],
 }
 
 
@@ -200,7 +204,9 @@ def test_a_fused_weight_that_nobody_declares_is_refused() -> None:
     ):
         plan_for(undeclared, packed(False))
     wrong = [spec([r".*qkv.*"], "column", shape=[[20, 8, 8], -1]), *DECLARED["thirds"][1:]]
-    with pytest.raises(ValueError, match=r"makes parts of \[20, 8, 8\] rows of 36.*whole heads of width 3"):
+    with pytest.raises(
+        ValueError, match=r"makes parts of \[20, 8, 8\] rows, but by its heads .* \[12, 12, 12\]"
+    ):
         plan_for(wrong, packed(False))
 
 

@@ -11,9 +11,8 @@ from ds_lite.comm import ProcessGroup
 from ds_lite.tags import Cut, tag
 from ds_lite.tensor_parallel.attention import cut_biases, keep_heads
 from ds_lite.tensor_parallel.dealing import Ranges, repeated
-from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue
+from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue, SharedRows
 from ds_lite.tensor_parallel.layers import (
-    KeyValueLinear,
     LinearAllreduce,
     LinearLayer,
     VocabParallelEmbedding,
@@ -114,7 +113,7 @@ def _cut(
         heads = attention.heads
         if "q" in placement.layout.parts:
             return SharedQueryKeyValue(module, placement.layout, heads, group)
-        return KeyValueLinear(module, heads.query, heads.kv, group, input_is_entered=False)
+        return SharedRows(module, ranges, group)
     if kind == "heads":
         for parameter in module.parameters(recurse=False):
             cut_once(parameter, Cut(placement.dim, ranges, group))

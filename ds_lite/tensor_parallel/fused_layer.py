@@ -1,4 +1,5 @@
-"""A fused projection of which some ranks share the key and value rows: it becomes two parameters (§9.13)."""
+"""Projections of which ranks share key and value rows; one that holds queries, too, becomes two parameters "
+"(§9.13)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,33 @@ from ds_lite.tensor_parallel.dealing import Range, Ranges
 from ds_lite.tensor_parallel.fused_qkv import FusedLayout, Heads, put_back, strided_copy
 from ds_lite.tensor_parallel.regions import enter
 from ds_lite.tensor_parallel.sharded import ShardedLayer
+
+
+class SharedRows(ShardedLayer):
+    """A key or value projection, or both in one, that stays whole on every rank; each uses some of its rows.
+
+    Shapes: x (..., in) -> (..., rows of this rank's ranges).
+    Communication: backward one all-reduce of x's size.
+    Gradient: partial on each rank; the parameters are tagged so.
+    Raises: as ShardedLayer.
+    """
+
+    def __init__(self, module: nn.Module, ranges: Ranges, group: ProcessGroup) -> None:
+        super().__init__(module)
+        self._ranges = ranges
+        self.join(group)
+
+    def _take_part(self, group: ProcessGroup) -> Ranges:
+        for parameter in self.parameters():
+            tag(parameter, model="partial")
+        return self._ranges
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = enter(x, self.group)
+        rows = self.ranges[comm.get_rank(self.group)]
+        weight = strided_copy(self.weight, rows, self.out_dim)
+        bias = None if self.bias is None else strided_copy(self.bias, rows)
+        return F.linear(x, weight.T if self.is_transposed else weight, bias)
 
 
 class SharedQueryKeyValue(ShardedLayer):

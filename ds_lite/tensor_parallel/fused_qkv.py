@@ -97,6 +97,12 @@ class FusedLayout:
             for query, kv in zip(dealt.query, dealt.kv, strict=True)
         )
 
+    def held(self, heads: Heads, ranks: int) -> tuple[int, ...]:
+        """How many rows each rank keeps if all key and value rows stay on every rank."""
+        shared = sum(part != "q" for part in self.parts) * heads.kv * heads.width
+        own = [(stop - start) * heads.width * ("q" in self.parts) for start, stop in heads.deal(ranks).query]
+        return tuple(rows + shared for rows in own)
+
 
 def _ranges(places: Sequence[int], width: int) -> tuple[Range, ...]:
     """Places of heads as ranges of rows; neighbours are one range."""
@@ -141,15 +147,18 @@ def put_back(parts: Sequence[Tensor], ranges: Ranges, dim: int = 0) -> Tensor:
 _ONE, _PER_GROUP = FusedLayout(), FusedLayout(blocks=None)
 _GATE_UP = FusedLayout(parts=("gate", "up"))
 
-# What the code of a block cannot show: the first words of class names, of the attention or MLP or of a module
-# around it -> the layout of its fused weight.
+# What the code of a block cannot show: classes of an attention or MLP, or of the module around it -> how its
+# fused weight is packed.
 replace_policies: dict[str, dict[str, FusedLayout]] = {
     "attention": {
-        **dict.fromkeys(("GPT2", "Mpt", "MPT", "Phi3", "GLM", "Glm", "ChatGLM", "Baichuan", "QWen"), _ONE),
-        **dict.fromkeys(("Bloom", "GPTNeoX"), _PER_GROUP),
-        "CodeGen": FusedLayout(4, ("q", "v", "k")),
+        **dict.fromkeys(("GPT2Attention", "GPT2Block", "MptAttention", "MptBlock", "MPTBlock"), _ONE),
+        **dict.fromkeys(
+            ("Phi3Attention", "Phi3DecoderLayer", "GLMBlock", "BaichuanLayer", "QWenBlock"), _ONE
+        ),
+        **dict.fromkeys(("BloomAttention", "BloomBlock", "GPTNeoXAttention", "GPTNeoXLayer"), _PER_GROUP),
+        **dict.fromkeys(("CodeGenAttention", "CodeGenBlock"), FusedLayout(4, ("q", "v", "k"))),
     },
-    "mlp": dict.fromkeys(("Phi3", "GLM", "Glm", "ChatGLM"), _GATE_UP),
+    "mlp": dict.fromkeys(("Phi3MLP", "GlmMLP", "Glm4MLP"), _GATE_UP),
 }
 
 
@@ -158,10 +167,10 @@ def attention_layout(modules: Sequence[nn.Module]) -> FusedLayout | None:
     for module in modules:
         name = type(module).__name__
         has_one_kv_head = getattr(module, "multi_query", name.startswith("GPTBigCode"))
-        if name.startswith("Falcon"):
+        if name in ("FalconAttention", "FalconDecoderLayer"):
             is_new = getattr(module, "new_decoder_architecture", False)
             return _ONE if has_one_kv_head and not is_new else _PER_GROUP
-        if name.startswith("GPTBigCode"):
+        if name in ("GPTBigCodeAttention", "GPTBigCodeBlock"):
             return _ONE if has_one_kv_head else _PER_GROUP
         if layout := _known(name, "attention"):
             return layout
@@ -175,5 +184,4 @@ def mlp_layout(modules: Sequence[nn.Module]) -> FusedLayout | None:
 
 
 def _known(class_name: str, what: str) -> FusedLayout | None:
-    policies = replace_policies[what].items()
-    return next((layout for start, layout in policies if class_name.startswith(start)), None)
+    return replace_policies[what].get(class_name)

@@ -24,13 +24,14 @@ class TPLayerSpec:
     """Weights whose names match one of `patterns` (re.match on "model.layers.0.mlp.up_proj.weight").
 
     `shape` says how a fused weight is packed along `partition_dim`: (3, -1) three equal parts,
-    ((q, k, v), -1) parts of these sizes. Without it a fused weight of a class that is not known is taken as
-    packed head by head. `gather_output` gives every rank all columns. With `grad_allreduce` a skipped
+    ((q, k, v), -1) parts of these sizes; `per_head` that it holds q, k and v for one key and value head after
+    the other. `gather_output` gives every rank all columns. With `grad_allreduce` a skipped
     weight is used inside a region, so that each rank has a part of its gradient.
 
     Raises: ValueError for an unknown partition type, and for a shape of another form.
 
     Source: §9.13; DeepSpeed `module_inject/autotp_config.py::TPLayerSpec` @ 0.19.8.
+    Differs: DeepSpeed takes a fused weight without shape as packed head by head; here `per_head` says so.
     """
 
     patterns: Sequence[str]
@@ -40,6 +41,7 @@ class TPLayerSpec:
     model_types: Sequence[str] | None = None
     gather_output: bool = False
     grad_allreduce: bool = False
+    per_head: bool = False
     is_preset: bool = False  # may match nothing
 
     def __post_init__(self) -> None:
@@ -188,20 +190,19 @@ def config_of(partition_config: Mapping[str, Any] | None, preset_model: str | No
     return merge_autotp_configs(preset, own)
 
 
-def layout_from(spec: TPLayerSpec, columns: int, width: int) -> FusedLayout:
-    """The layout that a user's spec declares for a fused projection of an attention.
+def layout_from(spec: TPLayerSpec | None, sizes: tuple[int, ...]) -> FusedLayout | None:
+    """The layout that a user's spec declares for a fused weight with parts of these sizes; None if it says
+    none.
 
-    Raises: ValueError for parts that are not query, key and value, or do not add up to the columns.
+    Raises: ValueError for other parts.
     """
-    parts = spec.parts()
-    if parts is None:
-        return FusedLayout(blocks=None)
-    sizes = (columns // parts,) * parts if isinstance(parts, int) else parts
-    has_three = len(sizes) == 3 and sum(sizes) == columns and sizes[1] == sizes[2]
-    if not has_three or any(size % width for size in sizes):
+    if spec is None or (spec.shape is None and not spec.per_head):
+        return None
+    parts, rows = spec.parts(), sum(sizes)
+    given = sizes if parts is None else (rows // parts,) * parts if isinstance(parts, int) else parts
+    if given != sizes or (isinstance(parts, int) and rows % parts):
         raise ValueError(
-            f"shape={spec.shape!r} of partition_config makes parts of {list(sizes)} rows of {columns}; an "
-            f"attention's fused weight has three, query, key and value, of whole heads of width {width} "
-            "(§9.13)"
+            f"shape={spec.shape!r} of partition_config makes parts of {list(given)} rows, but by its heads "
+            f"the weight has parts of {list(sizes)} (§9.13)"
         )
-    return FusedLayout()
+    return FusedLayout(None if spec.per_head else 1, ("q", "k", "v")[-len(sizes) :])

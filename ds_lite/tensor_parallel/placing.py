@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ds_lite.tensor_parallel.attention import heads_of
+from ds_lite.tensor_parallel.attention import check_no_scale
 from ds_lite.tensor_parallel.dealing import Range, Ranges, deal_by_grain, query_columns, repeated
 from ds_lite.tensor_parallel.fused_qkv import Heads, mlp_layout
+from ds_lite.tensor_parallel.heads import heads_of
 from ds_lite.tensor_parallel.kinds import features
 from ds_lite.tensor_parallel.partition_config import TPLayerSpec
-from ds_lite.tensor_parallel.plan import AttentionHeads, Placement, Plan, out_dim
+from ds_lite.tensor_parallel.plan import AttentionHeads, Kind, Placement, Plan, out_dim
 from ds_lite.tensor_parallel.reading import Flow
 
 
@@ -20,13 +21,15 @@ from ds_lite.tensor_parallel.reading import Flow
 class Region:
     """Layers that are cut together: those that open it and the one that closes it.
 
-    `around` is the innermost module that holds them all.
+    `around` is the innermost module that holds them all; `picked` are openers whose columns the code takes
+    apart.
     """
 
     around: str
     openers: list[str]
     closer: str
     is_attention: bool
+    picked: set[str]
     source: str = "the code; "
 
 
@@ -40,7 +43,8 @@ def regions_of(name: str, flow: Flow) -> list[Region]:
     for closer, closing in flow.closers.items():
         openers = sorted(f"{name}.{opener}".strip(".") for opener in closing.opened_by)
         path = f"{name}.{closer}".strip(".")
-        regions.append(Region(_around_all([*openers, path]), openers, path, closing.is_attention))
+        picked = {f"{name}.{opener}".strip(".") for opener in closing.picked}
+        regions.append(Region(_around_all([*openers, path]), openers, path, closing.is_attention, picked))
         for opener in openers:
             if closer_of.setdefault(opener, path) != path:
                 raise ValueError(
@@ -76,7 +80,7 @@ class Placer:
         """Add a placement; the last word on a module counts."""
         self.placed[placement.name] = placement
 
-    def around(self, name: str) -> list[nn.Module]:
+    def near(self, name: str) -> list[nn.Module]:
         """The module, what it holds, then what holds it, innermost first."""
         parts = name.split(".")
         outer = [self.modules[".".join(parts[:length])] for length in range(len(parts), -1, -1)]
@@ -84,14 +88,17 @@ class Placer:
 
     # ---------------------------------------------------------------------------------------- attention
 
-    def add_attention(self, region: Region, spec: TPLayerSpec | None) -> None:
+    def add_attention(self, region: Region, specs: Mapping[str, TPLayerSpec]) -> None:
         """Whole heads to every rank; the closing layer takes the columns of its query heads."""
         openers = {name: self.modules[name] for name in region.openers}
         closer = self.modules[region.closer]
-        heads, layouts = heads_of(region.around, self.around(region.around), openers, closer, spec)
+        heads, layouts = heads_of(region.around, self.near(region.around), openers, closer, specs)
+        check_no_scale(region.around, [module for _, module in self._inside(region.around)], heads)
         dealt = heads.deal(self.ranks)
         for name, module in openers.items():
             layout = layouts[name]
+            if len(layout.parts) == 1 and name in region.picked:
+                raise ValueError(_taken_apart(name))
             is_shared = dealt.kv_is_replicated and layout.parts != ("q",)
             packed = f", packed as {layout.describe()}" if len(layout.parts) > 1 else ""
             why = (
@@ -99,9 +106,9 @@ class Placer:
                 f"{heads.width} that {_last(region.closer)} closes{packed}"
             )
             rows = layout.rows(heads, self.ranks)
-            self.place(
-                Placement(name, "shared" if is_shared else "column", why, out_dim(module), rows, layout)
-            )
+            held = layout.held(heads, self.ranks) if is_shared else ()
+            kind: Kind = "shared" if is_shared else "column"
+            self.place(Placement(name, kind, why, out_dim(module), rows, layout, held))
         columns = query_columns(heads.query, heads.kv, heads.width, self.ranks)
         why = f"{region.source}sums the attention of {heads.query} query heads"
         self.place(Placement(region.closer, "row", why, 1 - out_dim(closer), columns))
@@ -123,6 +130,12 @@ class Placer:
         """A module with parameters inside an attention, such as a norm of each head."""
         shapes = {tuple(weight.shape) for weight in self.modules[name].parameters()}
         opener = self.placed[openers[0]]
+        if len({len(shape) for shape in shapes}) > 1 or (len(openers) > 1 and max(map(len, shapes)) > 1):
+            raise ValueError(
+                f"{name} in the region that {', '.join(openers)} open has weights of shapes "
+                f"{sorted(shapes)}, of which nobody knows what belongs to a head; leave the region whole by "
+                "partition_config (§9.13)"
+            )
         if all(len(shape) < 2 for shape in shapes):
             why = f"the same for each head of {_last(openers[0])}; its gradient is summed over the ranks"
             self.place(Placement(name, "partial", why))
@@ -138,7 +151,7 @@ class Placer:
 
     # ----------------------------------------------------------------------------------------- columns
 
-    def add_mlp(self, region: Region, spec: TPLayerSpec | None) -> None:
+    def add_mlp(self, region: Region, specs: Mapping[str, TPLayerSpec]) -> None:
         """The columns between the opening layers and the closing one."""
         closer = self.modules[region.closer]
         total, _ = features(closer)
@@ -152,8 +165,11 @@ class Placer:
                     "knows equal numbers, and twice as many for gate and up in one weight. Leave both whole "
                     f"by partition_config (§9.13)"
                 )
+            if times == 1 and name in region.picked:
+                raise ValueError(_taken_apart(name))
+            spec = specs.get(name)
             is_declared = spec is not None and spec.parts() in (2, (total, total))
-            if times == 2 and not is_declared and mlp_layout(self.around(region.around)) is None:
+            if times == 2 and not is_declared and mlp_layout(self.near(region.around)) is None:
                 raise ValueError(
                     f"the layout of the fused weight {name} is unknown: gate and up may lie one behind the "
                     f"other or row by row; declare it in tensor_parallel.partition_config with shape=(2, -1) "
@@ -202,15 +218,24 @@ class Placer:
         for one in self.placed.values():
             for key, weight in self.modules[one.name].named_parameters(recurse=False):
                 name, other = holders.setdefault(id(weight), (f"{one.name}.{key}", one))
-                if (other.kind in ("whole", "partial"), other.dim, other.ranges) != (
-                    one.kind in ("whole", "partial"),
-                    one.dim,
-                    one.ranges,
-                ):
+                if _how(other) != _how(one):
                     raise ValueError(
                         f"{name} ({other.kind}) and {one.name}.{key} ({one.kind}) are one weight, but would "
                         f"be cut differently; leave both whole by partition_config (§9.13)"
                     )
+
+
+def _how(placement: Placement) -> tuple[object, ...]:
+    """What has to be equal for two modules that share a weight."""
+    uncut = placement.kind if placement.kind in ("whole", "partial") else "cut"
+    return uncut, placement.dim, placement.ranges
+
+
+def _taken_apart(name: str) -> str:
+    return (
+        f"the code takes the columns of {name} apart, and nobody said how it is packed; declare it in "
+        f"tensor_parallel.partition_config with shape, or leave it whole (§9.13)"
+    )
 
 
 def _last(name: str) -> str:

@@ -32,7 +32,8 @@ class Placement:
     whole        anything else                                 all
 
     `ranges` are the columns of each rank, in the order in which it holds them, along `dim` of the weight. A
-    projection of an attention has a `layout`.
+    projection of an attention has a `layout`. `held` is how many rows each rank keeps where that is more than
+    it uses.
     """
 
     name: str
@@ -41,10 +42,11 @@ class Placement:
     dim: int = 0
     ranges: Ranges = ()
     layout: FusedLayout | None = None
+    held: tuple[int, ...] = ()
 
     def width(self, rank: int) -> int:
-        """How many columns rank `rank` holds."""
-        return sum(stop - start for start, stop in self.ranges[rank])
+        """How many columns rank `rank` keeps."""
+        return self.held[rank] if self.held else sum(stop - start for start, stop in self.ranges[rank])
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Plan:
                 if id(weight) in seen or not placement.ranges or (key == "bias" and placement.kind == "row"):
                     continue
                 seen.add(id(weight))
-                columns = sum(map(placement.width, range(self.ranks)))
+                columns = max(stop for mine in placement.ranges for _, stop in mine)
                 for rank in range(self.ranks):
                     kept[rank] -= weight.numel() - weight.numel() * placement.width(rank) // max(columns, 1)
         return total, kept

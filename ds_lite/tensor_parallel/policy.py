@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ds_lite.tensor_parallel.attention import is_per_head
 from ds_lite.tensor_parallel.dealing import deal_by_grain
-from ds_lite.tensor_parallel.kinds import features, is_linear, is_stack_of_experts
+from ds_lite.tensor_parallel.heads import head_width, is_per_head
+from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType, TPLayerSpec
 from ds_lite.tensor_parallel.placing import Placer, Region, regions_of
 from ds_lite.tensor_parallel.plan import Placement, Plan
-from ds_lite.tensor_parallel.reading import Flow, read_block
+from ds_lite.tensor_parallel.reading import Flow, Geometry, read_block
 from ds_lite.tensor_parallel.tp_plan import style_of
 
 
@@ -79,13 +79,40 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_listed(model, "")) or [("", model)]
 
 
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """A ModuleList, or a Sequential of modules that are more than layers."""
+    is_deep = any(holds_linears(child) and not is_linear(child) for child in module.children())
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and is_deep)
+
+
 def _listed(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    if not name and _is_list_of_blocks(module):
+        yield from module.named_children()
+        return
     for key, child in module.named_children():
         path = f"{name}.{key}".lstrip(".")
-        if isinstance(child, nn.ModuleList):
+        if _is_list_of_blocks(child):
             yield from ((f"{path}.{index}", item) for index, item in child.named_children())
         else:
             yield from _listed(child, path)
+
+
+class _KnownHeads(Geometry):
+    """What modules and configuration say of the heads of one block."""
+
+    def __init__(self, placer: Placer, block: str) -> None:
+        self.placer, self.block = placer, block
+
+    def _name(self, opener: str) -> str:
+        return f"{self.block}.{opener}".strip(".")
+
+    def is_per_head(self, module: nn.Module, opener: str) -> bool:
+        columns = features(self.placer.modules[self._name(opener)])[1]
+        return is_per_head(module, columns, self.placer.near(self._name(opener)))
+
+    def head_width(self, opener: str) -> int | None:
+        columns = features(self.placer.modules[self._name(opener)])[1]
+        return head_width(self.placer.near(self._name(opener)), columns)
 
 
 class _Planner:
@@ -105,12 +132,7 @@ class _Planner:
         def path(inner: str) -> str:
             return f"{name}.{inner}".strip(".")
 
-        def per_head(module: nn.Module, opener: str) -> bool:
-            around = self.placer.around(path(opener))
-            return is_per_head(module, features(self.modules[path(opener)])[1], around)
-
-        kept = self._kept(name, block)
-        flow = read_block(block, per_head, kept)
+        flow = read_block(block, _KnownHeads(self.placer, name), self._kept(name, block))
         regions = regions_of(name, flow)
         if self.config is None:
             self._check_found(name, flow, regions)
@@ -118,10 +140,11 @@ class _Planner:
             self._place_whole(path(inner), why)
         for region in regions:
             self._say_source(region)
+            specs = {opener: spec for opener in region.openers if (spec := self._spec_of(opener))}
             if region.is_attention:
-                self.placer.add_attention(region, self._spec_of(region.openers[0]))
+                self.placer.add_attention(region, specs)
             else:
-                self.placer.add_mlp(region, self._spec_of(region.openers[0]))
+                self.placer.add_mlp(region, specs)
         for weight, met in flow.weights.items():
             raise ValueError(
                 f"{path(weight)} is a weight of its own in a region that {', '.join(sorted(met))} open, and "
@@ -131,7 +154,7 @@ class _Planner:
         for experts in flow.experts:
             self.placer.add_experts(path(experts))
         for inner, openers in flow.inside.items():
-            self.placer.add_inside(path(inner), [path(opener) for opener in openers])
+            self.placer.add_inside(path(inner), [path(opener) for opener in sorted(openers)])
         self._check_config(flow, name, regions)
         for inner, module in block.named_modules():
             if is_linear(module) and path(inner) not in self.placer.placed:
@@ -202,12 +225,16 @@ class _Planner:
                 and not isinstance(module, nn.Conv1d)
             )
         ]
-        if (has_attention and has_mlp) or (len(flow.whole) < 2 and not unknown):
+        called = {*flow.openers, *flow.closers, *flow.whole}
+        uncalled = [inner for inner, one in block.named_modules() if is_linear(one) and inner not in called]
+        is_understood = len(flow.whole) + len(uncalled) < 2 and not unknown  # a router, or nothing at all
+        if (has_attention and has_mlp) or is_understood:
             return
         halves = (("attention", has_attention), ("MLP", has_mlp))
         missing = " and ".join(what for what, is_there in halves if not is_there)
         found = [f"{region.closer} sums what {', '.join(region.openers)} open" for region in regions]
         found += [f"{linear} stays whole: {why}" for linear, why in flow.whole.items()]
+        found += [f"{inner} is never called" for inner in uncalled]
         found += [f"{inner or name} holds weights of an unknown kind" for inner in unknown]
         raise ValueError(
             f"no row-parallel {missing} output was found in {name or 'the model'} ({type(block).__name__}): "

@@ -55,11 +55,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     is_writer = comm.get_rank() == 0
     kept: dict[str, Tensor] = {}
-    names: dict[int, str] = {}
-    tied = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    again = {name for others in _aliases(model).values() for name in others}
     for name, tensor in whole_state(model):
-        first = names.setdefault(tied.get(name, id(tensor)), name)
-        if is_writer and first == name:
+        if is_writer and name not in again:
             kept[name] = tensor.cpu().contiguous()
     if is_writer:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -108,10 +106,9 @@ def load_shards(
     Raises: ValueError for a weight that the source lacks, or that has another shape.
     """
     get, known = _reader(source)
-    places = _places(model)
     aliases = _aliases(model)
     made: dict[int, nn.Parameter] = {}
-    for name, (module, keys) in places.items():
+    for name, module, key in _places(model):
         found = next((alias for alias in [name, *aliases.get(name, ())] if alias in known), None)
         if found is None:
             raise ValueError(
@@ -119,41 +116,38 @@ def load_shards(
                 f"{', '.join(sorted(known)[:3])} (§9.13)"
             )
         tensor = get(found)
-        for key, part in _parts(module, name, keys, tensor).items():
-            old = module._parameters[key]
+        for part_key, part in _parts(module, key, tensor).items():
+            old = module._parameters[part_key]
             assert old is not None
             if tuple(part.shape) != tuple(old.shape):
                 raise ValueError(
                     f"{found} has shape {tuple(tensor.shape)}, of which this rank would keep "
                     f"{tuple(part.shape)}, but {name} holds {tuple(old.shape)}; load the weights of the same "
-                    "model (§9.13)"
+                    f"model (§9.13)"
                 )
-            if not old.is_meta:
+            if old.is_meta:
+                made[id(old)] = nn.Parameter(part.to(device, dtype or old.dtype), old.requires_grad)
+                made[id(old)].__dict__.update(old.__dict__)
+            else:
                 old.copy_(part)
-                continue
-            if id(old) not in made:
-                new = nn.Parameter(part.to(device, dtype or old.dtype), old.requires_grad)
-                new.__dict__.update(old.__dict__)
-                made[id(old)] = new
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[key] = made[id(parameter)]
+    buffers = dict(model.named_buffers())
+    for name in buffers.keys() & known & model.state_dict(keep_vars=True).keys():
+        buffers[name].copy_(get(name))
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
-    """For each name in the whole state dict the module and the parameters that hold it; ties once."""
-    found: dict[str, tuple[nn.Module, list[str]]] = {}
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each parameter of the whole model once: its name, and where it is held."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if isinstance(module, SharedQueryKeyValue) and key.startswith("kv_"):
-                continue
-            found[f"{path}.{key}".lstrip(".")] = (module, [key])
-    return found
+            is_split_off = isinstance(module, SharedQueryKeyValue) and key.startswith("kv_")
+            if parameter is not None and id(parameter) not in seen and not is_split_off:
+                seen.add(id(parameter))
+                yield f"{path}.{key}".lstrip("."), module, key
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -164,8 +158,8 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {group[0]: group[1:] for group in names.values() if len(group) > 1}
 
 
-def _parts(module: nn.Module, name: str, keys: list[str], tensor: Tensor) -> dict[str, Tensor]:
-    (key,) = keys
+def _parts(module: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What this rank keeps of a whole parameter, by the names of the parameters that hold it."""
     if isinstance(module, SharedQueryKeyValue):
         return module.parts_of(key, tensor)
     parameter = module._parameters[key]

@@ -6,14 +6,17 @@
     a linear layer on an open value      closes it: each rank has some input columns, the products are summed
     an open value meets the stream       no region: the layers behind it stay whole
     an open value leaves the block       no region either: routers, classifiers, projections on their own
+    an open value in an operation that   no region: one that needs all columns, or of which nobody knows
+    is not known to keep columns apart   what it does with them
 
-Names play no part in it, so a block of any author is read like one of transformers. What the code cannot
-show, such as which rows of a fused weight belong to a head, is asked elsewhere.
+Names of layers play no part in it, so a block of any author is read like one of transformers. What the code
+cannot show, such as which rows of a fused weight belong to a head, is asked elsewhere.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +24,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
-from ds_lite.tensor_parallel.kinds import holds_linears, is_linear, is_stack_of_experts
+from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.reading.frame import Frame
-from ds_lite.tensor_parallel.reading.operations import (
-    folds_columns,
-    is_elementwise,
-    takes_columns_together,
-)
+from ds_lite.tensor_parallel.reading.operations import after, indexed, is_elementwise, name_of
 from ds_lite.tensor_parallel.reading.values import (
     STREAM,
     UNKNOWN,
@@ -48,153 +48,228 @@ _DEEPEST = 30  # calls within calls; recursion is not followed further
 
 @dataclass
 class Closing:
-    """A linear layer that closes a region: who opened it, and whether attention lies between."""
+    """A linear layer that closes a region: who opened it, and whether attention lies between.
+
+    `picked` are those of its openers whose columns the code takes apart.
+    """
 
     opened_by: set[str] = field(default_factory=set)
     is_attention: bool = False
+    picked: set[str] = field(default_factory=set)
 
 
 @dataclass
 class Flow:
     """What was read of one block; names are paths from it.
 
-    `inside` are modules with parameters that an open value passes, such as the norm of each head; `weights`
-    are parameters that the code itself puts into a region.
+    `whole` says of layers why nobody may cut them. `inside` are modules with parameters that an open value
+    passes, such as the norm of each head, with the layers that made it; `outside` those that whole values
+    pass. `weights` are parameters that the code itself puts into a region, `experts` stacks of 3-D weights.
     """
 
     openers: set[str] = field(default_factory=set)
     closers: dict[str, Closing] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)  # and why
+    whole: dict[str, str] = field(default_factory=dict)
     inside: dict[str, set[str]] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)
     weights: dict[str, set[str]] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    left_by: frozenset[str] = frozenset()  # openers whose output the block returns
 
 
-IsPerHead = Callable[[nn.Module, str], bool]
+class Geometry:
+    """What the reader has to know of heads; the planner knows more than this."""
+
+    def is_per_head(self, module: nn.Module, opener: str) -> bool:
+        """Whether a module with parameters treats each head of an opener's output alike."""
+        return False
+
+    def head_width(self, opener: str) -> int | None:
+        """The width of a head in an opener's output, where somebody says it."""
+        return None
 
 
-def read_block(block: nn.Module, is_per_head: IsPerHead, kept: Mapping[str, str] | None = None) -> Flow:
-    """The part that each linear layer of the block plays; those in `kept` are whole from the start.
+def read_block(
+    block: nn.Module, geometry: Geometry | None = None, kept_whole: Mapping[str, str] | None = None
+) -> Flow:
+    """The part that each linear layer of the block plays; those in `kept_whole` are whole from the start.
 
-    `is_per_head(module, opener)` says whether a module with parameters treats each head of the opener's
-    output alike; one that needs all columns keeps the layer whole.
+    A layer that is found whole may make others whole, so the code is read again until nothing is found.
 
     Raises: ValueError if the code of a module cannot be read.
     """
-    whole = dict(kept or {})
+    whole = dict(kept_whole or {})
     while True:
-        flow = _Reader(block, whole, is_per_head).read()
-        found = flow.whole
-        if not found:
-            closed = set().union(*(closing.opened_by for closing in flow.closers.values()))
-            found = dict.fromkeys(sorted(flow.openers - closed), "its output leaves the block as it is")
+        flow = _Reader(block, whole, geometry or Geometry()).read()
+        found = flow.whole or _without_a_region(flow)
         if not found:
             flow.whole = whole
             return flow
         whole = {**whole, **found}
 
 
+def _without_a_region(flow: Flow) -> dict[str, str]:
+    """Openers that nobody closes, or that are something else besides."""
+    found = {name: "it both opens and closes a region" for name in sorted(flow.openers & flow.closers.keys())}
+    for name, openers in sorted(flow.inside.items()):
+        if name in flow.outside:
+            found |= dict.fromkeys(sorted(openers), f"{name} is used outside its region, too")
+    closed = frozenset[str]().union(*(closing.opened_by for closing in flow.closers.values()))
+    open_at_the_end = sorted((flow.openers - closed) | flow.left_by)
+    return found or dict.fromkeys(open_at_the_end, "its output leaves the block as it is")
+
+
 class _Reader:
     """One pass over a block's code, with some layers known to be whole."""
 
-    def __init__(self, block: nn.Module, whole: Mapping[str, str], is_per_head: IsPerHead) -> None:
-        self.block, self.whole, self.is_per_head = block, whole, is_per_head
+    def __init__(self, block: nn.Module, whole: Mapping[str, str], geometry: Geometry) -> None:
+        self.block, self.whole, self.geometry = block, whole, geometry
+        self.modules = dict(block.named_modules())
+        self.names = {
+            id(module): name for name, module in self.modules.items()
+        }  # one for each, if it has two
         self.flow = Flow()
-        self.depth = 0
+        self.running: list[nn.Module] = []
 
     def read(self) -> Flow:
+        block = Known(self.block)
         if is_linear(self.block) or is_stack_of_experts(self.block):
-            self.call(Known(self.block), [STREAM], {})
-            return self.flow
-        if isinstance(self.block, (nn.ModuleList, nn.Sequential)):
-            self._each_in_turn(Known(self.block), STREAM)
-            return self.flow
-        function = inspect.unwrap(type(self.block).forward)
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        given = dict.fromkeys(names, UNKNOWN)
-        if names:
-            given[names[0]] = STREAM
-        self.run(function, {"self": Known(self.block), **given})
+            self.call(block, [STREAM], {})
+        elif isinstance(self.block, nn.ModuleList):  # who calls them, and on what, is not seen here
+            for child in items_of(block) or ():
+                self.call(child, [STREAM], {})
+        elif isinstance(self.block, nn.Sequential):
+            self._ends_with(self._each_in_turn(block, STREAM))
+        else:
+            function = self._code_of(block)
+            _, *names = inspect.signature(function).parameters
+            given = dict.fromkeys(names, UNKNOWN) | dict.fromkeys(names[:1], STREAM)
+            self._ends_with(self._function(Known(function, owner=block), [], given))
         return self.flow
+
+    def _ends_with(self, returned: Value) -> None:
+        """Of what a block returns only attention weights, for who asks for them, may be of this rank's "
+        "heads."""
+        self.flow.left_by = union(one for one in flows([returned]) if not one.attended).open
+
+    def _code_of(self, what: Known) -> Callable[..., Any]:
+        """The forward of a module that holds linear layers."""
+        function: Callable[..., Any] = inspect.unwrap(type(what.object).forward)
+        if _tree_of(function) is None:
+            raise ValueError(
+                f"the code of {type(what.object).__name__} ({what.name or 'the block'}) cannot be read, so "
+                "nobody knows what its linear layers are for; say it in tensor_parallel.partition_config "
+                "(§9.13)"
+            )
+        return function
 
     # ------------------------------------------------------------------------------------------- calls
 
     def call(self, what: Value, args: Sequence[Value], named: Mapping[str, Value], text: str = "") -> Value:
-        """The result of what(*args, **named)."""
+        """The result of what(*args, **named); `text` is the callee in the code."""
         if isinstance(what, OneOf):
-            result: Value = UNKNOWN
-            for choice in what.choices:
-                result = either(result, self.call(choice, args, named, text))
-            return result
-        if isinstance(what, Known) and isinstance(what.object, nn.Module):
+            results = [self.call(choice, args, named, text) for choice in what.choices]
+            return functools.reduce(either, results, UNKNOWN)
+        thing = what.object if isinstance(what, Known) else None
+        if isinstance(what, Known) and isinstance(thing, nn.Module):
             return self._module(what, args, named)
-        if isinstance(what, Known) and (inspect.isfunction(what.object) or inspect.ismethod(what.object)):
-            if what.owner is not None or _is_worth_reading(what.object):
-                return self._function(what, args, named)
-        passed_on = self._calls_inside(args, named)
-        return self.operation(text.rpartition(".")[2], [*args, passed_on], named)
+        if isinstance(thing, functools.partial):
+            known = {key: Known(value) for key, value in thing.keywords.items()}
+            return self.call(Known(thing.func), [*map(Known, thing.args), *args], {**known, **named}, text)
+        if isinstance(what, Known) and inspect.isfunction(thing) and (what.owner or _is_worth_reading(thing)):
+            return self._function(what, args, named)
+        owner = getattr(thing, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and text.endswith(".apply"):
+            return self._function(Known(owner.forward), [UNKNOWN, *args], named)
+        name = name_of(what, text)
+        if name == "checkpoint" and args:  # torch's, which calls its first argument
+            return self.call(args[0], args[1:], {}, "")
+        self._hands_out(args, named)
+        return self.operation(name, args, named)
 
     def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing:
         """What torch makes of its arguments."""
-        result = self.met([*args, *named.values()])
-        if result.open and not result.has_heads and takes_columns_together(name, args, named):
-            self._stays_whole(result.open, f"{name} needs all columns of its output")
-            return STREAM
-        return replace(
-            result,
-            has_heads=result.has_heads or folds_columns(name),
-            attended=result.attended or "softmax" in name or "attention" in name,
-        )
+        x = self.met([*args, *named.values()])
+        return self._unless_whole(x, after(name, args, named, x, *self._measures(x))) if x.open else x
+
+    def index(self, x: Flowing, index: Sequence[tuple[str, Value]]) -> Flowing:
+        """x[index] of a tensor."""
+        return self._unless_whole(x, indexed(x, index)) if x.open else x
+
+    def give_up(self, values: Sequence[Value], why: str) -> None:
+        """Code of a kind that is not followed: nothing may be open in it."""
+        self._stays_whole(union(values).open, why)
+
+    def _unless_whole(self, x: Flowing, result: Flowing | str) -> Flowing:
+        if isinstance(result, Flowing):
+            return result
+        self._stays_whole(x.open, result)
+        return STREAM
+
+    def _measures(self, x: Flowing) -> tuple[int, int | None]:
+        """The fewest columns of the layers that made x, and the width of a head in it."""
+        columns = min(features(self.modules[opener])[1] for opener in x.open)
+        widths = [width for opener in sorted(x.open) if (width := self.geometry.head_width(opener))]
+        return columns, widths[0] if widths else None
+
+    def _hands_out(self, args: Sequence[Value], named: Mapping[str, Value]) -> None:
+        """A function that nobody reads gets a method or a layer, and may call it with whatever it gets."""
+        given = [*args, *named.values()]
+        for value in given:
+            module = value.owner.object if isinstance(value, Known) and value.owner else None
+            if isinstance(value, Known) and isinstance(value.object, nn.Module):
+                module = value.object
+            if module is None or module in self.running:
+                continue
+            if holds_linears(module):
+                rest = [union(given)] if flows(given) else []
+                self.call(value, rest, {})
+
+    # ----------------------------------------------------------------------------------------- modules
 
     def _module(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        module, name = what.object, what.name
-        given = [*args, *named.values()]
+        module = what.object
+        name = self.names.get(id(module), what.name)
         if is_linear(module):
-            return self._linear(name, union(given))
+            return self._linear(name, union([*args, *named.values()]))
         if is_stack_of_experts(module):
             if name not in self.whole:
                 self.flow.experts.add(name)
-            self._stays_whole(union(given).open, "its output goes into experts")
+            self._stays_whole(union([*args, *named.values()]).open, "its output goes into experts")
             return STREAM
         if not holds_linears(module):
-            return self._leaf(what, args, named)
+            return self._leaf(Known(module, name), args, named)
         if isinstance(module, nn.Sequential):
-            return self._each_in_turn(what, union(given))
-        function = inspect.unwrap(type(module).forward)
-        if _tree_of(function) is None:
-            raise ValueError(
-                f"the code of {type(module).__name__} ({name}) cannot be read, so nobody knows what its "
-                f"linear layers are for; say it in tensor_parallel.partition_config (§9.13)"
-            )
-        return self._function(Known(function, owner=what), args, named)
+            return self._each_in_turn(what, union([*args, *named.values()]))
+        return self._function(Known(self._code_of(what), owner=what), args, named)
 
     def _leaf(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
         """A module without a linear layer."""
         module = what.object
-        result = self.met([*args, *named.values()])
-        if not result.open:
-            return result
-        if any(True for _ in module.parameters()):
-            return self._inside(what, result)
-        if isinstance(module, (nn.Softmax, nn.LogSoftmax)):
-            return self.operation("softmax", args, named)
+        x = self.met([*args, *named.values()])
+        has_parameters = any(True for _ in module.parameters())
+        if not x.open:
+            if has_parameters:
+                self.flow.outside.add(what.name)
+            return x
+        if has_parameters:
+            return self._inside(what, x)
         if is_elementwise(module):
-            return result
-        function = inspect.unwrap(type(module).forward)
-        if type(module).__module__.startswith("torch.") or _tree_of(function) is None:
-            self._stays_whole(
-                result.open, f"nobody knows whether {type(module).__name__} needs all columns of it"
-            )
-            return STREAM
-        return self._function(Known(function, owner=what), args, named)
+            return x
+        if isinstance(module, (nn.Softmax, nn.LogSoftmax)):
+            return self.operation("softmax", [x], {"dim": Known(module.dim)})
+        if type(module).__module__.startswith("torch."):
+            return self.operation(type(module).__name__, args, named)
+        return self._function(Known(inspect.unwrap(type(module).forward), owner=what), args, named)
 
     def _inside(self, what: Known, x: Flowing) -> Flowing:
-        """A module with parameters on an open value."""
-        if all(self.is_per_head(what.object, opener) for opener in x.open):
+        """A module with parameters on an open value: a norm of each head, or one that needs all columns."""
+        is_one_number = all(weight.numel() == 1 for weight in what.object.parameters())
+        fits = is_one_number or all(self.geometry.is_per_head(what.object, opener) for opener in x.open)
+        if fits and (x.has_heads or (is_one_number and is_elementwise(what.object))):
             self.flow.inside.setdefault(what.name, set()).update(x.open)
             return x
-        self._stays_whole(x.open, f"{what.name} needs all columns of its output")
-        return STREAM
+        return self._unless_whole(x, f"{what.name} needs all columns of its output")
 
     def _each_in_turn(self, modules: Known, x: Value) -> Value:
         for child in items_of(modules) or ():
@@ -208,38 +283,36 @@ class _Reader:
         if not x.open:
             self.flow.openers.add(name)
             return Flowing(frozenset([name]))
+        if x.has_heads:
+            return self._unless_whole(x, f"{name} takes its output head by head")
         closing = self.flow.closers.setdefault(name, Closing())
         closing.opened_by |= x.open
         closing.is_attention |= x.attended
+        closing.picked |= x.open if x.is_picked else set()
         return STREAM
 
-    def _function(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        function = inspect.unwrap(what.object)
-        if self.depth >= _DEEPEST or not inspect.isfunction(function):
-            return self.met([*args, *named.values()])
-        try:
-            parameters = inspect.signature(function).parameters
-        except ValueError:
-            return self.met([*args, *named.values()])
-        is_bound = what.owner is not None and not isinstance(what.object, staticmethod)
-        positional = [what.owner, *args] if is_bound else list(args)
-        return self.run(function, _bound(parameters, positional, named))
+    # --------------------------------------------------------------------------------------- functions
 
-    def _calls_inside(self, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        """A function that gets a method or a layer will call it with what else it gets."""
-        rest = [value for value in (*args, *named.values()) if flows([value])]
-        result: Value = UNKNOWN
-        for value in (*args, *named.values()):
-            if isinstance(value, Known) and value.owner is not None:
-                result = either(result, self._function(value, [union(rest)], {}))
-        return result
+    def _function(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
+        """What a function or method returns, from its code; a value that goes into one without must be "
+        "whole."""
+        function = inspect.unwrap(what.object)
+        tree = _tree_of(function) if inspect.isfunction(function) else None
+        if tree is None or len(self.running) >= _DEEPEST:
+            return self.operation(f"{getattr(function, '__name__', 'a function')} ", args, named)
+        positional = list(args) if what.owner is None else [what.owner, *args]
+        variables = _bound(inspect.signature(function).parameters, positional, named)
+        self.running.append(what.owner.object if what.owner else self.block)
+        frame = Frame(self, variables, function, what.owner)
+        frame.body(tree.body)
+        self.running.pop()
+        return UNKNOWN if frame.returned is None else frame.returned
 
     def met(self, values: Sequence[Value]) -> Flowing:
         """Values that one operation takes together: what is open beside the stream has to be whole."""
         result = union(values)
         if result.open and any(part.is_stream for part in flows(values)):
-            self._stays_whole(result.open, "its output meets the stream")
-            return STREAM
+            return self._unless_whole(result, "its output meets the stream")
         if result.open and result.weights:
             for name in result.weights:
                 self.flow.weights.setdefault(name, set()).update(result.open)
@@ -250,27 +323,13 @@ class _Reader:
         for name in names:
             self.flow.whole.setdefault(name, why)
 
-    # ---------------------------------------------------------------------------------------- functions
-
-    def run(self, function: Callable[..., Any], variables: dict[str, Value]) -> Value:
-        """What a function returns, for what its variables are."""
-        tree = _tree_of(function)
-        if tree is None:
-            return self.met(list(variables.values()))
-        self.depth += 1
-        frame = Frame(self, {**variables}, function.__globals__)
-        frame.body(tree.body)
-        self.depth -= 1
-        return UNKNOWN if frame.returned is None else frame.returned
-
 
 def _bound(
     parameters: Mapping[str, inspect.Parameter], positional: Sequence[Value], named: Mapping[str, Value]
 ) -> dict[str, Value]:
     """Arguments by the name of their parameter; defaults where nothing is given."""
     values: dict[str, Value] = {}
-    left = list(positional)
-    more = dict(named)
+    left, more = list(positional), dict(named)
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             values[name], left = tuple(left), []
@@ -287,7 +346,7 @@ def _bound(
 
 @cache
 def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The syntax tree of a function; None if there is no source text to read."""
+    """The syntax tree of a function; None if there is no source text to read, as for a lambda."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -296,5 +355,5 @@ def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def _is_worth_reading(function: Callable[..., Any]) -> bool:
-    """A helper of the model's own; what torch does is known by its arguments."""
+    """A helper of the model's own; what torch does is known by its name."""
     return function.__module__ is not None and not function.__module__.startswith(("torch", "einops"))

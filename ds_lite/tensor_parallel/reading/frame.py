@@ -9,8 +9,12 @@ from __future__ import annotations
 import ast
 import builtins
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from types import CellType
 from typing import Any, Protocol
+
+from torch import nn
 
 from ds_lite.tensor_parallel.reading.values import (
     UNKNOWN,
@@ -36,6 +40,10 @@ class Caller(Protocol):
 
     def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing: ...
 
+    def index(self, x: Flowing, index: Sequence[tuple[str, Value]]) -> Flowing: ...
+
+    def give_up(self, values: Sequence[Value], why: str) -> None: ...
+
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
@@ -54,8 +62,11 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 class Frame:
     """The variables of one call, and what it has returned so far."""
 
-    def __init__(self, caller: Caller, variables: dict[str, Value], outside: Mapping[str, Any]) -> None:
-        self.caller, self.variables, self.outside = caller, variables, outside
+    def __init__(
+        self, caller: Caller, variables: dict[str, Value], function: Callable[..., Any], owner: Known | None
+    ) -> None:
+        self.caller, self.variables, self.owner = caller, variables, owner
+        self.outside = ChainMap(_closed_over(function), function.__globals__)
         self.returned: Value | None = None
 
     # ---------------------------------------------------------------------------------------- statements
@@ -75,10 +86,12 @@ class Frame:
             return self._branches(node)
         if isinstance(node, (ast.For, ast.While)):
             self._loop(node)
-        elif isinstance(node, (ast.With, ast.Try)):
-            for item in node.items if isinstance(node, ast.With) else ():
+        elif isinstance(node, ast.With):
+            for item in node.items:
                 self.value(item.context_expr)
             return self.body(node.body)
+        elif isinstance(node, ast.Try):
+            return self._attempt(node)
         elif isinstance(node, ast.Assign):
             value = self.value(node.value)
             for target in node.targets:
@@ -91,7 +104,27 @@ class Frame:
             )
         elif isinstance(node, ast.Expr):
             self.value(node.value)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            self.variables[node.name] = UNKNOWN  # what it does is not known where it is called
+        elif not isinstance(node, _WITHOUT_EFFECT):
+            self.caller.give_up(
+                list(self.variables.values()), f"{type(node).__name__} is code that is not followed"
+            )
         return True
+
+    def _attempt(self, node: ast.Try) -> bool:
+        """All of it may run: the body, then what follows it, and each handler."""
+        before = {**self.variables}
+        goes_on = self.body(node.body) and self.body(node.orelse)
+        ways = [self.variables] if goes_on else []
+        for handler in node.handlers:
+            self.variables = {**before}
+            if self.body(handler.body):
+                ways.append(self.variables)
+        self.variables = ways[0] if ways else before
+        for other in ways[1:]:
+            self._join(other)
+        return self.body(node.finalbody) and bool(ways)
 
     def _branches(self, node: ast.If) -> bool:
         decided = self._truth(node.test)
@@ -103,26 +136,33 @@ class Frame:
         self.variables = {**before}
         goes_on_otherwise = self.body(node.orelse)
         if goes_on and goes_on_otherwise:
-            self.variables = {
-                name: either(after[name], self.variables[name])
-                if name in after and name in self.variables
-                else after.get(name, self.variables.get(name))
-                for name in {**after, **self.variables}
-            }
+            self._join(after)
         elif goes_on:
             self.variables = after
         return goes_on or goes_on_otherwise
+
+    def _join(self, other: Mapping[str, Value]) -> None:
+        """The variables after two ways through the code."""
+        here = self.variables
+        self.variables = {
+            name: either(other[name], here[name])
+            if name in other and name in here
+            else other.get(name, here.get(name))
+            for name in {**other, **here}
+        }
 
     def _loop(self, node: ast.For | ast.While) -> None:
         if isinstance(node, ast.While):
             for _ in range(2):
                 self.body(node.body)
+            self.body(node.orelse)
             return
         over = self.value(node.iter)
         items = items_of(over)
         for item in [union((over,))] * 2 if items is None else items:
             self._assign(node.target, item)
             self.body(node.body)
+        self.body(node.orelse)
 
     def _assign(self, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Name):
@@ -153,7 +193,10 @@ class Frame:
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Subscript):
-            return item_of(self.value(node.value), self.value(node.slice))
+            base = self.value(node.value)
+            if isinstance(base, Flowing):
+                return self.caller.index(base, [self._index(part) for part in _parts(node.slice)])
+            return item_of(base, self.value(node.slice))
         if isinstance(node, ast.BinOp):
             return self._combined(node.op, self.value(node.left), self.value(node.right))
         if isinstance(node, ast.IfExp):
@@ -165,6 +208,8 @@ class Frame:
             isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         ):
             decided = self._truth(node)
+            if decided is None and isinstance(node, ast.BoolOp):
+                return union(self.value(part) for part in node.values)
             return UNKNOWN if decided is None else Known(decided)
         if isinstance(node, ast.UnaryOp):
             value = self.value(node.operand)
@@ -177,6 +222,20 @@ class Frame:
             self._assign(node.target, value)
             return value
         return union(self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+
+    def _index(self, node: ast.expr) -> tuple[str, Value]:
+        """One part of an index: all of a dimension, part of it, every so many, one, a new one, or the "
+        "rest."""
+        if isinstance(node, ast.Slice):
+            if node.step is not None:
+                return "stepped", UNKNOWN
+            return ("all" if node.lower is None and node.upper is None else "part"), UNKNOWN
+        value = self.value(node)
+        if isinstance(value, Known) and value.object is None:
+            return "new", value
+        if isinstance(value, Known) and value.object is Ellipsis:
+            return "...", value
+        return "one", value
 
     def _variable(self, name: str) -> Value:
         if name in self.variables:
@@ -205,14 +264,21 @@ class Frame:
     def _combined(self, op: ast.operator, left: Value, right: Value) -> Value:
         if isinstance(op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
             return left + right
+        if isinstance(op, ast.Add) and isinstance(right, tuple) and left == UNKNOWN:
+            return (UNKNOWN, *right)  # x.size()[:-1] + (heads, width)
         if isinstance(op, ast.MatMult):
             return self.caller.operation("matmul", [left, right], {})
+        numbers = [one.object for one in (left, right) if isinstance(one, Known) and type(one.object) is int]
+        if len(numbers) == 2 and type(op) in _ARITHMETIC and (numbers[1] or type(op) is not ast.FloorDiv):
+            return Known(_ARITHMETIC[type(op)](*numbers))
         return self.caller.met([left, right])
 
     def _call(self, node: ast.Call) -> Value:
         args = list(self._listed(node.args))
         named = {word.arg or f"**{i}": self.value(word.value) for i, word in enumerate(node.keywords)}
         text = ast.unparse(node.func)
+        if text == "super" and not args and self.owner is not None and "__class__" in self.outside:
+            return Known(super(self.outside["__class__"], self.owner.object), owner=self.owner)
         if isinstance(node.func, ast.Attribute):
             base = self.value(node.func.value)
             if isinstance(base, (Flowing, tuple)):
@@ -277,7 +343,8 @@ class Frame:
             return self._comparison(node)
         value = self.value(node)
         if isinstance(value, Known):
-            return bool(value.object) if value.is_constant else True
+            has_length = isinstance(value.object, (list, dict, set, nn.ModuleList, nn.ModuleDict))
+            return bool(value.object) if value.is_constant or has_length else True
         return None
 
     def _comparison(self, node: ast.Compare) -> bool | None:
@@ -297,6 +364,32 @@ class Frame:
         return None
 
 
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of enclosing functions that a function uses, and `__class__` if it calls super()."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+_WITHOUT_EFFECT = (
+    *(ast.Pass, ast.Assert, ast.Delete, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.AnnAssign),
+)
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 _BUILTINS = (
     *(getattr, hasattr, enumerate, zip, list, tuple, reversed, len, range, isinstance),
     *(int, float, bool, str, max, min, abs, sum, type),

@@ -19,15 +19,18 @@ class Flowing:
     """A tensor, or anything that the reader does not look into.
 
     `open` names the linear layers whose cut output it is made of. `is_stream` says that it comes from the
-    block's input and is whole. `attended` says that a softmax or an attention function made it, `has_heads`
-    that its columns have been folded into heads. `weights` are parameters that the code uses by itself,
-    beside those of layers.
+    block's input and is whole. `attended`: a softmax or an attention made it. `has_heads`: its columns have
+    been folded into heads. `is_moved`: its columns may not be the last dimension. `is_picked`: they have been
+    taken apart, as those of a fused weight. `weights` are parameters that the code uses by itself, beside
+    those of layers.
     """
 
     open: frozenset[str] = frozenset()
     is_stream: bool = False
     attended: bool = False
     has_heads: bool = False
+    is_moved: bool = False
+    is_picked: bool = False
     weights: frozenset[str] = frozenset()
 
 
@@ -35,7 +38,7 @@ class Flowing:
 class Known:
     """An object that can be looked at; `name` is its path from the block if it is a module in it.
 
-    A method is a plain function with the module it is bound to in `owner`.
+    A method is a plain function with the module it is bound to in `owner`; so is what `super()` gives.
     """
 
     object: Any
@@ -79,6 +82,8 @@ def union(values: Iterable[Value]) -> Flowing:
         not opened and any(part.is_stream for part in parts),
         any(part.attended for part in parts),
         any(part.has_heads for part in parts),
+        any(part.is_moved for part in parts),
+        any(part.is_picked for part in parts),
         frozenset[str]().union(*(part.weights for part in parts)),
     )
 
@@ -90,15 +95,20 @@ def either(first: Value, second: Value) -> Value:
     if isinstance(first, tuple) and isinstance(second, tuple):
         short, long = sorted((first, second), key=len)
         return (*(either(a, b) for a, b in zip(short, long, strict=False)), *long[len(short) :])
-    if isinstance(first, Known) and isinstance(second, Known):
-        if first.object is second.object:
-            return first
-        return OneOf((first, second)) if isinstance(first.object, nn.Module) else UNKNOWN
+    if isinstance(first, Known) and isinstance(second, Known) and first.object is second.object:
+        return first
+    things = [*_choices(first), *_choices(second)]
+    if things and all(isinstance(one, Known) and callable(one.object) for one in things):
+        return OneOf(tuple(things))
     if isinstance(first, Known) and first.is_constant and isinstance(second, tuple):
         return second  # None until it is a tuple
     if isinstance(second, Known) and second.is_constant and isinstance(first, tuple):
         return first
     return union((first, second))
+
+
+def _choices(value: Value) -> tuple[Value, ...]:
+    return value.choices if isinstance(value, OneOf) else (value,)
 
 
 def items_of(value: Value) -> list[Value] | None:
@@ -117,6 +127,11 @@ def items_of(value: Value) -> list[Value] | None:
 
 def item_of(value: Value, index: Value) -> Value:
     """value[index]: one item of what is listed, else the value's own history."""
+    thing = value.object if isinstance(value, Known) else None
+    if isinstance(thing, (nn.ParameterList, nn.ParameterDict)) and isinstance(value, Known):
+        return Flowing(weights=frozenset([value.name]))
+    if isinstance(thing, (nn.ModuleDict, dict)) and isinstance(value, Known):
+        return _entry_of(value, index)
     items = items_of(value)
     if items is None:
         return union((value,))
@@ -127,6 +142,17 @@ def item_of(value: Value, index: Value) -> Value:
     return union(items)
 
 
+def _entry_of(value: Known, index: Value) -> Value:
+    """An entry of a dictionary: the one with a known key, or any."""
+    entries = {
+        key: Known(child, f"{value.name}.{key}".strip(".") if isinstance(child, nn.Module) else "")
+        for key, child in value.object.items()
+    }
+    if isinstance(index, Known) and index.is_constant:
+        return entries.get(index.object, UNKNOWN)
+    return OneOf(tuple(entries.values())) if entries else UNKNOWN
+
+
 def attribute_of(value: Value, name: str) -> Value:
     """value.name: looked up on objects; a tensor's parts share its history, its shape has none."""
     if isinstance(value, OneOf):
@@ -134,8 +160,10 @@ def attribute_of(value: Value, name: str) -> Value:
     if not isinstance(value, Known):
         return UNKNOWN if name in WITHOUT_HISTORY else union((value,))
     found = getattr(value.object, name, _ABSENT)
-    if found is _ABSENT:
-        return UNKNOWN
+    if found is _ABSENT or (name == "training" and isinstance(value.object, nn.Module)):
+        return UNKNOWN  # a plan has to hold in both modes
+    if isinstance(value.object, super) and hasattr(found, "__func__"):
+        return Known(found.__func__, owner=value.owner)
     if isinstance(found, nn.Module):
         return Known(found, f"{value.name}.{name}".lstrip("."))
     if isinstance(value.object, nn.Module) and hasattr(found, "__func__"):
