@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Mutant, failures, moe, pipeline, precision, reductions, saving, tensor_parallel
+from mutants import Mutant, auto_tp, failures, moe, pipeline, precision, reductions, saving, tensor_parallel
 from world import World
 
 MUTANTS = [
@@ -23,6 +23,7 @@ MUTANTS = [
     *precision.MUTANTS,
     *saving.MUTANTS,
     *moe.MUTANTS,
+    *auto_tp.MUTANTS,
 ]
 
 HERE = Path(__file__).parent

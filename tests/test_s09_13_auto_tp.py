@@ -153,8 +153,7 @@ def tie_holds(rank: int, vocabulary: int, vocab_parallel: bool) -> None:
     assert model.lm_head.weight.shape[0] == (held if vocab_parallel else vocabulary)
 
 
-@pytest.mark.parametrize("vocab_parallel", [False, True])
-@pytest.mark.parametrize("vocabulary", [10, 11])
+@pytest.mark.parametrize("vocabulary, vocab_parallel", [(10, False), (10, True), (11, False), (11, True)])
 def test_b34_a_tied_output_layer_stays_tied(world: Any, vocabulary: int, vocab_parallel: bool) -> None:
     world(tie_holds, 2, vocabulary, vocab_parallel)
 

@@ -66,7 +66,8 @@ def equals_the_uncut_model(rank: int, name: str, heads: int, kv_heads: int, tp: 
         model.zero_grad()
         engine.backward(loss_of(engine(**inputs).logits))
     assert_close(logits, wanted, LAW, "logits")
-    assert (forward.total().calls, backward.total().calls) == (family.forward, family.backward)
+    calls, wanted_calls = (forward.total().calls, backward.total().calls), (family.forward, family.backward)
+    assert calls == wanted_calls, f"{calls} all-reduces forward and backward, {wanted_calls} wanted"
     gradients = {key: value for key, value in whole_gradients(engine).items() if value is not None}
     for key, weight in truth.named_parameters():
         wanted_gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad

@@ -7,7 +7,6 @@ cut under a norm over all columns, a weight that one rank would use alone.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import blocks
@@ -22,22 +21,19 @@ from blocks import (
     Mixer,
     Parallel,
     Routed,
-    Scaled,
     Sequence,
     Stack,
     attend,
 )
 from ds_lite.module_inject.auto_tp import AutoTP
 from families import FAMILIES, loss_of
+from test_s09_13_operations import Middle, plain
 from tolerance import LAW, assert_close, differs
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.functional import layer_norm
-from torch.utils.checkpoint import checkpoint
 
 import ds_lite
 from ds_lite.tensor_parallel.policy import make_plan, tp_parser
-from ds_lite.tensor_parallel.reading import read_block
 
 MIXER = ({"mixer.beta", "mixer.gamma", "mixer.delta"}, "mixer.alpha")
 GATED = ({"mlp.b", "mlp.c"}, "mlp.a")
@@ -124,288 +120,9 @@ def trains_as_the_whole(rank: int, name: str, tp: int) -> None:
     assert len(noticed) > 10, "control"
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name, tp", [(name, tp) for name in MAKERS for tp in (2, 4)])
 def test_blocks_of_any_author_train_as_the_whole_model(world: Any, name: str, tp: int) -> None:
     world(trains_as_the_whole, tp, name, tp)
-
-
-# ------------------------------------------------------------------------- operations that need all columns
-
-
-class Middle(nn.Module):
-    """An MLP with something between its two layers."""
-
-    def __init__(self, between: Any = None, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.between = between
-        self.norm = norm if norm is not None else nn.Identity()
-        self.norms = nn.ModuleDict({"n": Scaled(INNER)})
-        self.extra = nn.ModuleList()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.between(self, self.norm(self.first(x))))
-
-
-class Silent(nn.Module):
-    """A norm without weights of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-class Inherited(Silent):
-    """The same by way of its base class."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class Centre(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x - x.mean(-1, keepdim=True)
-
-
-def plain(module: Any, h: Tensor) -> Tensor:
-    return torch.relu(h) * torch.sigmoid(h.float()).to(h.dtype) + 1
-
-
-def over_tokens(module: Any, h: Tensor) -> Tensor:
-    return h - h.mean(dim=-2, keepdim=True)
-
-
-def in_place(module: Any, h: Tensor) -> Tensor:
-    try:
-        h = h.mul_(2)
-    except RuntimeError:
-        h = h * 2
-    return F.silu(h.view(-1, h.shape[-1]).view_as(h)).contiguous()
-
-
-def centred(module: Any, h: Tensor) -> Tensor:
-    return h - h.mean(-1, keepdim=True)
-
-
-def second_of_two(module: Any, h: Tensor) -> Tensor:
-    return h - h.flatten(0, 1).mean(1, keepdim=True)
-
-
-def normed(module: Any, h: Tensor) -> Tensor:
-    return layer_norm(h, h.shape[-1:])
-
-
-def after_a_view(module: Any, h: Tensor) -> Tensor:
-    return F.layer_norm(h.view(-1, h.shape[-1]), h.shape[-1:])
-
-
-def competing(module: Any, h: Tensor) -> Tensor:
-    return h * torch.softmax(h, dim=-1)
-
-
-def by_a_lambda(module: Any, h: Tensor) -> Tensor:
-    return AS_LAMBDA(h)
-
-
-def by_a_partial(module: Any, h: Tensor) -> Tensor:
-    return AS_PARTIAL(h)
-
-
-def by_a_function_of_autograd(module: Any, h: Tensor) -> Tensor:
-    return Centre.apply(h)
-
-
-def in_a_nested_function(module: Any, h: Tensor) -> Tensor:
-    def inner(x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:])
-
-    return inner(h)
-
-
-def behind_a_try(module: Any, h: Tensor) -> Tensor:
-    try:
-        h = h * 1
-    finally:
-        h = F.layer_norm(h, h.shape[-1:])
-    return h
-
-
-def behind_a_loop(module: Any, h: Tensor) -> Tensor:
-    for _ in range(2):
-        h = h * 1
-    else:
-        h = F.layer_norm(h, h.shape[-1:])
-    return h
-
-
-def in_a_match(module: Any, h: Tensor) -> Tensor:
-    match len(h):
-        case 1:
-            h = F.layer_norm(h, h.shape[-1:])
-    return h
-
-
-def by_a_name(module: Any, h: Tensor) -> Tensor:
-    return getattr(module, f"{'no'}rm")(h) if len(h) else h
-
-
-def from_a_dictionary(module: Any, h: Tensor) -> Tensor:
-    return module.norms["n"](h)
-
-
-def checkpointed(module: Any, h: Tensor) -> Tensor:
-    return checkpoint(module.norms["n"], h, use_reentrant=False)
-
-
-def in_training(module: Any, h: Tensor) -> Tensor:
-    return F.layer_norm(h, h.shape[-1:]) if module.training else h
-
-
-def without_extras(module: Any, h: Tensor) -> Tensor:
-    if not module.extra:
-        h = F.layer_norm(h, h.shape[-1:])
-    return h
-
-
-def compared(module: Any, h: Tensor) -> Tensor:
-    return h @ h.transpose(-1, -2) @ h
-
-
-def mixed(module: Any, h: Tensor) -> Tensor:
-    return F.linear(h, torch.ones(INNER, INNER))
-
-
-def of_first_order(module: Any, h: Tensor) -> Tensor:
-    return h / h.norm(1, -1, keepdim=True)
-
-
-def rolled(module: Any, h: Tensor) -> Tensor:
-    return torch.roll(h, 1, -1)
-
-
-def swapped(module: Any, h: Tensor) -> Tensor:
-    a, b = h.chunk(2, dim=-1)
-    return torch.cat([b, a], dim=-1)
-
-
-def every_other(module: Any, h: Tensor) -> Tensor:
-    return h[..., ::2].repeat_interleave(2, -1)
-
-
-def unheard_of(module: Any, h: Tensor) -> Tensor:
-    return torch.cdist(h, h)
-
-
-AS_LAMBDA = lambda h: h.softmax(-1)  # noqa: E731
-AS_PARTIAL = functools.partial(F.softmax, dim=-1)
-APART = [plain, over_tokens, in_place]
-TOGETHER = [
-    *(centred, second_of_two, normed, after_a_view, competing, by_a_lambda, by_a_partial, in_a_match),
-    *(by_a_function_of_autograd, in_a_nested_function, behind_a_try, behind_a_loop, by_a_name),
-    *(from_a_dictionary, checkpointed, in_training, without_extras, compared, mixed, of_first_order),
-    *(rolled, swapped, every_other, unheard_of),
-]
-
-
-def role_of_first(between: Any, norm: nn.Module | None = None) -> str:
-    flow = read_block(Middle(between, norm))
-    return "cut" if "last" in flow.closers and "first" not in flow.whole else "whole"
-
-
-@pytest.mark.parametrize("between", APART, ids=lambda function: function.__name__)
-def test_what_keeps_columns_apart_lets_them_be_cut(between: Any) -> None:
-    assert role_of_first(between) == "cut"
-
-
-@pytest.mark.parametrize("between", TOGETHER, ids=lambda function: function.__name__)
-def test_what_takes_columns_together_keeps_them_together(between: Any) -> None:
-    assert role_of_first(between) == "whole"
-
-
-@pytest.mark.parametrize(
-    "norm, role",
-    [
-        (nn.PReLU(), "cut"),
-        (nn.Dropout(), "cut"),
-        (nn.GELU(), "cut"),
-        (nn.PReLU(INNER), "whole"),
-        (nn.LayerNorm(INNER), "whole"),
-        (nn.LayerNorm(INNER, elementwise_affine=False), "whole"),
-        (nn.Softmax(dim=-1), "whole"),
-        (nn.GLU(), "whole"),
-        (Scaled(INNER), "whole"),
-        (Silent(), "whole"),
-        (Inherited(), "whole"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
-def test_layers_in_between_are_known_or_keep_columns_together(norm: nn.Module, role: str) -> None:
-    assert role_of_first(plain, norm) == role
-
-
-def test_parameters_of_a_list_are_noticed_in_a_region() -> None:
-    def scaled(module: Any, h: Tensor) -> Tensor:
-        return h * module.scales[0]
-
-    assert read_block(Middle(scaled)).weights == {"scales": {"first"}}
-
-
-class Around(nn.Module):
-    """A block around the MLP, with code of its own for each case."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.act, self.same = Middle(plain), nn.PReLU(), nn.Linear(WIDTH, WIDTH)
-
-
-class Returned(Around):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.inner.first(x)
-        return x + self.inner.last(h), h
-
-
-class UsedOutside(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner.last(self.act(self.inner.first(self.act(x))))
-
-
-class Twice(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.same(torch.relu(self.same(x)))
-
-
-class OtherNames(Around):
-    def forward(s, y: Tensor) -> Tensor:
-        return y + s.inner.last(torch.relu(s.inner.first(y)))
-
-
-class Checkpointed(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Inheriting(Checkpointed):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x is not None else x
-
-
-@pytest.mark.parametrize(
-    "block, closers, why",
-    [
-        (Returned, set(), "its output leaves the block"),
-        (UsedOutside, set(), "act is used outside its region, too"),
-        (Twice, set(), "it both opens and closes a region"),
-        (OtherNames, {"inner.last"}, None),
-        (Checkpointed, {"inner.last"}, None),
-        (Inheriting, {"inner.last"}, None),
-    ],
-)
-def test_blocks_in_other_forms(block: type[nn.Module], closers: set[str], why: str | None) -> None:
-    flow = read_block(block())
-    assert set(flow.closers) == closers
-    assert why is None or any(why in reason for reason in flow.whole.values())
 
 
 # ----------------------------------------------------------------------------------- attention in other forms
