@@ -15,11 +15,12 @@ from torch import nn
 from ds_lite.tensor_parallel.dealing import deal_by_grain
 from ds_lite.tensor_parallel.heads import head_width, is_per_head
 from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
-from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType, TPLayerSpec
+from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType
 from ds_lite.tensor_parallel.placing import Placer, Region, regions_of
 from ds_lite.tensor_parallel.plan import Placement, Plan
 from ds_lite.tensor_parallel.reading import Flow, Geometry, read_block
 from ds_lite.tensor_parallel.tp_plan import style_of
+from ds_lite.tensor_parallel.user_plan import UserPlan
 
 
 def make_plan(
@@ -119,10 +120,8 @@ class _Planner:
     """Asks the sources block by block and hands what they say to the placer."""
 
     def __init__(self, placer: Placer, config: AutoTPConfig | None) -> None:
-        self.placer, self.config = placer, config
+        self.placer, self.user = placer, UserPlan(config, placer.model)
         self.model, self.modules = placer.model, placer.modules
-        self.model_type = getattr(getattr(self.model, "config", None), "model_type", None)
-        self.used: set[int] = set()
 
     # ------------------------------------------------------------------------------------------ one block
 
@@ -132,15 +131,15 @@ class _Planner:
         def path(inner: str) -> str:
             return f"{name}.{inner}".strip(".")
 
-        flow = read_block(block, _KnownHeads(self.placer, name), self._kept(name, block))
+        flow = read_block(block, _KnownHeads(self.placer, name), self.user.kept(name, block))
         regions = regions_of(name, flow)
-        if self.config is None:
+        if self.user.config is None:
             self._check_found(name, flow, regions)
         for inner, why in flow.whole.items():
             self._place_whole(path(inner), why)
         for region in regions:
             self._say_source(region)
-            specs = {opener: spec for opener in region.openers if (spec := self._spec_of(opener))}
+            specs = {opener: spec for opener in region.openers if (spec := self.user.spec_of(opener))}
             if region.is_attention:
                 self.placer.add_attention(region, specs)
             else:
@@ -155,41 +154,16 @@ class _Planner:
             self.placer.add_experts(path(experts))
         for inner, openers in flow.inside.items():
             self.placer.add_inside(path(inner), [path(opener) for opener in sorted(openers)])
-        self._check_config(flow, name, regions)
+        roles = {path(inner): why for inner, why in flow.whole.items()}
+        for region in regions:
+            roles |= {region.closer: "row", **dict.fromkeys(region.openers, "column")}
+        self.user.check_roles(roles)
         for inner, module in block.named_modules():
             if is_linear(module) and path(inner) not in self.placer.placed:
                 self._place_whole(path(inner), "the code of its block does not call it")
 
-    def _kept(self, name: str, block: nn.Module) -> dict[str, str]:
-        """What the user's plan keeps out of all regions, by its name in the block."""
-        if self.config is None:
-            return {}
-        kept = {}
-        for inner, module in block.named_modules():
-            if is_linear(module) or is_stack_of_experts(module):
-                spec = self._spec_of(f"{name}.{inner}".strip("."))
-                if spec is None:
-                    kept[inner] = "no pattern of partition_config matches it"
-                elif spec.partition_type is PartitionType.SKIP:
-                    kept[inner] = "partition_config skips it"
-                elif spec.gather_output:
-                    kept[inner] = "partition_config gathers its output"
-        return kept
-
-    def _spec_of(self, name: str) -> TPLayerSpec | None:
-        if self.config is None:
-            return None
-        module = self.modules[name]
-        weights = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False) if key != "bias"]
-        for weight in weights:
-            spec = self.config.find_matching_spec(weight, self.model_type)
-            if spec is not None:
-                self.used.add(id(spec))
-                return spec
-        return None
-
     def _place_whole(self, name: str, why: str) -> None:
-        spec = self._spec_of(name)
+        spec = self.user.spec_of(name)
         if spec is not None and spec.gather_output and spec.partition_type is PartitionType.COLUMN:
             self.placer.add_gathered(name, why)
         elif spec is not None and spec.grad_allreduce:
@@ -199,7 +173,7 @@ class _Planner:
 
     def _say_source(self, region: Region) -> None:
         """Who says that the layers of a region are cut, for the table."""
-        if self.config is not None:
+        if self.user.config is not None:
             region.source = "partition_config; "
             return
         styles = {name: style_of(self.model, name) for name in [*region.openers, region.closer]}
@@ -241,31 +215,6 @@ class _Planner:
             f"{'; '.join(found)}. Say in tensor_parallel.partition_config which layers are cut (§9.13)"
         )
 
-    def _check_config(self, flow: Flow, name: str, regions: Sequence[Region]) -> None:
-        """The user's plan must not contradict the code."""
-        if self.config is None:
-            return
-        roles = {opener: "column" for region in regions for opener in region.openers}
-        roles |= {region.closer: "row" for region in regions}
-        for inner, why in flow.whole.items():
-            roles[f"{name}.{inner}".strip(".")] = why
-        for linear, role in roles.items():
-            self._check_role(linear, role)
-
-    def _check_role(self, linear: str, role: str) -> None:
-        """`role` is "column" or "row" as the code has it, or why the layer stays whole."""
-        spec = self._spec_of(linear)
-        if spec is None or spec.partition_type is PartitionType.SKIP or spec.gather_output:
-            return
-        wanted = PartitionType(spec.partition_type).value
-        if role != wanted:
-            is_cut = role in ("row", "column")
-            what = f"is {role}-parallel in the code" if is_cut else f"stays whole: {role}"
-            raise ValueError(
-                f"partition_config says {wanted} for {linear}, but it {what}; name all layers of a "
-                f"region, or use gather_output=True for one whose output is used whole (§9.13)"
-            )
-
     # ------------------------------------------------------------------------------------------- the rest
 
     def add_vocabulary(self) -> None:
@@ -296,41 +245,6 @@ class _Planner:
         for name, module in self.modules.items():
             if name not in self.placer.placed and (is_linear(module) or isinstance(module, nn.Embedding)):
                 self._place_whole(name, "outside the repeated blocks")
-                self._check_role(name, "outside the repeated blocks")
-        if self.config is not None:
-            self._check_patterns(self.config)
+                self.user.check_roles({name: "outside the repeated blocks"})
+        self.user.check_patterns()
         return self.placer.plan()
-
-    def _check_patterns(self, config: AutoTPConfig) -> None:
-        for spec in config.layer_specs:
-            if id(spec) not in self.used and not spec.is_preset:
-                for name, module in self.modules.items():
-                    if any(True for _ in module.parameters(recurse=False)):
-                        self._spec_of(name)
-                if id(spec) in self.used:
-                    continue
-                raise ValueError(
-                    f"the pattern {', '.join(spec.patterns)} of partition_config matches no weight of "
-                    f"{type(self.model).__name__}; names look like {self._example()} (§9.13)"
-                )
-        if config.layer_specs and not self.used:
-            raise ValueError(
-                f"the preset matches no weight of {type(self.model).__name__}; names look like "
-                f"{self._example()}, remove preset_model (§9.13)"
-            )
-        unmatched = [
-            name
-            for name, module in self.modules.items()
-            if is_linear(module)
-            and self._spec_of(name) is None
-            and not any(pattern in name for pattern in config.lm_head_patterns)
-        ]
-        if config.strict_mode and unmatched:
-            raise ValueError(
-                "strict_mode: no pattern of partition_config matches the linear layers "
-                f"{', '.join(unmatched[:6])}{' ...' if len(unmatched) > 6 else ''}; add them, with "
-                f"partition_type skip if they stay whole (§9.13)"
-            )
-
-    def _example(self) -> str:
-        return next(f"{name}.weight" for name, module in self.modules.items() if is_linear(module))

@@ -15,21 +15,20 @@ cannot show, such as which rows of a fused weight belong to a head, is asked els
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
+from ds_lite.tensor_parallel.reading.flow import Closing, Flow
 from ds_lite.tensor_parallel.reading.frame import Frame
 from ds_lite.tensor_parallel.reading.operations import after, indexed, is_elementwise, name_of
+from ds_lite.tensor_parallel.reading.source import bound, is_worth_reading, tree_of
 from ds_lite.tensor_parallel.reading.values import (
     STREAM,
     UNKNOWN,
@@ -44,37 +43,6 @@ from ds_lite.tensor_parallel.reading.values import (
 )
 
 _DEEPEST = 30  # calls within calls; recursion is not followed further
-
-
-@dataclass
-class Closing:
-    """A linear layer that closes a region: who opened it, and whether attention lies between.
-
-    `picked` are those of its openers whose columns the code takes apart.
-    """
-
-    opened_by: set[str] = field(default_factory=set)
-    is_attention: bool = False
-    picked: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Flow:
-    """What was read of one block; names are paths from it.
-
-    `whole` says of layers why nobody may cut them. `inside` are modules with parameters that an open value
-    passes, such as the norm of each head, with the layers that made it; `outside` those that whole values
-    pass. `weights` are parameters that the code itself puts into a region, `experts` stacks of 3-D weights.
-    """
-
-    openers: set[str] = field(default_factory=set)
-    closers: dict[str, Closing] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
-    inside: dict[str, set[str]] = field(default_factory=dict)
-    outside: set[str] = field(default_factory=set)
-    weights: dict[str, set[str]] = field(default_factory=dict)
-    experts: set[str] = field(default_factory=set)
-    left_by: frozenset[str] = frozenset()  # openers whose output the block returns
 
 
 class Geometry:
@@ -155,7 +123,7 @@ class _Reader:
     def _code_of(self, what: Known) -> Callable[..., Any]:
         """The forward of a module that holds linear layers."""
         function: Callable[..., Any] = inspect.unwrap(type(what.object).forward)
-        if _tree_of(function) is None:
+        if tree_of(function) is None:
             raise ValueError(
                 f"the code of {type(what.object).__name__} ({what.name or 'the block'}) cannot be read, so "
                 "nobody knows what its linear layers are for; say it in tensor_parallel.partition_config "
@@ -176,7 +144,7 @@ class _Reader:
         if isinstance(thing, functools.partial):
             known = {key: Known(value) for key, value in thing.keywords.items()}
             return self.call(Known(thing.func), [*map(Known, thing.args), *args], {**known, **named}, text)
-        if isinstance(what, Known) and inspect.isfunction(thing) and (what.owner or _is_worth_reading(thing)):
+        if isinstance(what, Known) and inspect.isfunction(thing) and (what.owner or is_worth_reading(thing)):
             return self._function(what, args, named)
         owner = getattr(thing, "__self__", None)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and text.endswith(".apply"):
@@ -297,11 +265,11 @@ class _Reader:
         """What a function or method returns, from its code; a value that goes into one without must be "
         "whole."""
         function = inspect.unwrap(what.object)
-        tree = _tree_of(function) if inspect.isfunction(function) else None
+        tree = tree_of(function) if inspect.isfunction(function) else None
         if tree is None or len(self.running) >= _DEEPEST:
             return self.operation(f"{getattr(function, '__name__', 'a function')} ", args, named)
         positional = list(args) if what.owner is None else [what.owner, *args]
-        variables = _bound(inspect.signature(function).parameters, positional, named)
+        variables = bound(inspect.signature(function).parameters, positional, named)
         self.running.append(what.owner.object if what.owner else self.block)
         frame = Frame(self, variables, function, what.owner)
         frame.body(tree.body)
@@ -322,38 +290,3 @@ class _Reader:
     def _stays_whole(self, names: frozenset[str], why: str) -> None:
         for name in names:
             self.flow.whole.setdefault(name, why)
-
-
-def _bound(
-    parameters: Mapping[str, inspect.Parameter], positional: Sequence[Value], named: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Arguments by the name of their parameter; defaults where nothing is given."""
-    values: dict[str, Value] = {}
-    left, more = list(positional), dict(named)
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            values[name], left = tuple(left), []
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            values[name] = union(more.values())
-        elif left and parameter.kind is not parameter.KEYWORD_ONLY:
-            values[name] = left.pop(0)
-        elif name in more:
-            values[name] = more.pop(name)
-        else:
-            values[name] = UNKNOWN if parameter.default is parameter.empty else Known(parameter.default)
-    return values
-
-
-@cache
-def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The syntax tree of a function; None if there is no source text to read, as for a lambda."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
-
-
-def _is_worth_reading(function: Callable[..., Any]) -> bool:
-    """A helper of the model's own; what torch does is known by its name."""
-    return function.__module__ is not None and not function.__module__.startswith(("torch", "einops"))
