@@ -193,7 +193,9 @@ SECTIONS: tuple[Section, ...] = (
         modules=(
             "ds_lite/tensor_parallel/policy.py",
             "ds_lite/tensor_parallel/reading/block.py",
+            "ds_lite/tensor_parallel/reading/operations.py",
             "ds_lite/tensor_parallel/placing.py",
+            "ds_lite/tensor_parallel/heads.py",
             "ds_lite/tensor_parallel/fused_qkv.py",
             "ds_lite/tensor_parallel/auto_tp.py",
             "ds_lite/tensor_parallel/whole_model.py",
