@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from blocks import INNER, WIDTH, Scaled, Sequence, Stack
+from families import loss_of
+from tolerance import LAW, assert_close, differs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
 import ds_lite
+from ds_lite.tensor_parallel.policy import make_plan
 from ds_lite.tensor_parallel.reading import read_block
 
 
@@ -293,6 +296,197 @@ def test_blocks_in_other_forms(block: type[nn.Module], closers: set[str], why: s
     flow = read_block(block())
     assert set(flow.closers) == closers
     assert why is None or any(why in reason for reason in flow.whole.values())
+
+
+# ------------------------------------------------------------------------- what is more than it looks
+
+
+class Own(nn.Linear):
+    """A linear layer by class, and something else by its code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(super().forward(x))
+
+
+def passed_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def centring(self: Any, x: Tensor) -> Tensor:
+        return function(self, x - x.mean(-1, keepdim=True))
+
+    return centring
+
+
+class Decorated(nn.Module):
+    @passed_on
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Chained(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Kept(Middle):
+    """Somebody else may use what is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.first(x)
+        return x + self.last(self.seen)
+
+
+class Written(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h[..., 0] = 1.0
+        return x + self.last(h)
+
+
+class Conditional(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if h.amax(dim=-2).sum() > 0:
+            h = -h
+        return x + self.last(h)
+
+
+class Factor(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return x + self.last(h * h.shape[-1] ** -0.5)
+
+
+class Beside(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.first(x)) * self.first.weight.norm()
+
+
+class Asked(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return x + self.last(h * 2 if isinstance(self.last, nn.Linear) else h)
+
+
+class Grouped(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).unflatten(-1, (-1, 2))
+        return x + self.last((h / h.norm(dim=-1, keepdim=True)).flatten(2))
+
+
+class Listed(Middle):
+    def __init__(self) -> None:
+        super().__init__(plain)
+        self.layers = [self.first, self.last]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers[1](self.layers[0](x))
+
+
+def hooked() -> nn.Module:
+    block = Middle(plain)
+    block.first.register_forward_hook(lambda module, args, output: output * 2)
+    return block
+
+
+def with_own_layer() -> nn.Module:
+    block = Middle(plain)
+    block.last = Own(INNER, WIDTH)
+    return block
+
+
+MORE = {
+    **{kind.__name__: kind for kind in (Kept, Written, Conditional, Factor, Beside, Asked, Listed)},
+    "a hook": hooked,
+    "a linear of its own": with_own_layer,
+    "a decorator": lambda: Middle(plain, Decorated()),
+    "a chain of its own": lambda: Middle(plain, Chained(nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_more_than_it_looks_is_not_cut(name: str) -> None:
+    flow = read_block(MORE[name]())
+    assert "last" not in flow.closers or "first" in flow.whole
+
+
+def test_columns_in_groups_are_no_heads() -> None:
+    with pytest.raises(ValueError, match=r"folds the columns of first into groups that no rank may share"):
+        make_plan(Grouped(), 2)
+
+
+def test_a_helper_that_calls_itself_ends_the_reading() -> None:
+    class Recursive(Middle):
+        def half(self, h: Tensor, depth: int) -> Tensor:
+            return h if depth == 0 else self.half(h, depth - 1) + self.half(h, depth - 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.last(self.half(self.first(x), len(x)))
+
+    assert "first" in read_block(Recursive()).whole
+
+
+def test_an_uneven_deal_and_dropout_do_not_go_together() -> None:
+    def with_dropout(share: float) -> nn.Module:
+        block = Sequence()
+        block.drop = nn.Dropout(share)
+        return Stack(lambda: block)
+
+    make_plan(with_dropout(0.0), 3)
+    make_plan(with_dropout(0.1), 2)
+    with pytest.raises(
+        ValueError, match=r"dealt unevenly over 3 ranks, and blocks.0 drops elements \(drop.p=0.1\)"
+    ):
+        make_plan(with_dropout(0.1), 3)
+
+
+# ------------------------------------------------------------------- learned by others, used in a region
+
+
+class Biased(Sequence):
+    """What is added to the values, and how much of it, comes from outside."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        m, h = self.mixer, self.one(x)
+        q, k, v = (m.heads(layer(h)) for layer in (m.beta, m.gamma, m.delta))
+        scores = (q @ k.transpose(-1, -2) + bias).softmax(-1)
+        x = x + m.alpha((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.two(x))
+
+
+class BiasedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(Biased)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 25).view(1, 1, 5, 5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return self.head(x)
+
+
+def learns_the_bias(rank: int) -> None:
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            return BiasedStack().double()
+
+    truth, model, ids = make(), make(), torch.arange(10).view(2, 5)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"tp_size": 2},
+    }
+    engine = ds_lite.initialize(model=model, config=config)[0]
+    loss_of(truth(ids)).backward()
+    engine.backward(loss_of(engine(ids)))
+    assert differs(truth.bias.grad, torch.zeros(1, 1, 5, 5, dtype=torch.float64)), "control"
+    for key, weight in truth.named_parameters():
+        assert_close(engine.gradients.full(key), weight.grad, LAW, key)
+
+
+def test_what_a_block_gets_from_outside_has_its_whole_gradient(world: Any) -> None:
+    world(learns_the_bias, 2)
 
 
 # ---------------------------------------------------------------------------------------- on every rank

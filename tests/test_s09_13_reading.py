@@ -187,7 +187,7 @@ def test_a_size_that_is_also_a_factor_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.dim**-0.5
 
-    with pytest.raises(ValueError, match=r"computes self.dim \*\* \(-0.5\), but self.dim has to become"):
+    with pytest.raises(ValueError, match=r"the code computes with only.0.mixer.dim, which has to become"):
         cut_in(in_a_block(Scaling))
 
 

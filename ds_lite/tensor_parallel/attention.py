@@ -6,16 +6,17 @@ import ast
 import copy
 import inspect
 import textwrap
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ds_lite.comm import ProcessGroup
 from ds_lite.tensor_parallel.dealing import Range
 from ds_lite.tensor_parallel.fused_qkv import Heads
 from ds_lite.tensor_parallel.heads import KV_HEADS, QUERY_HEADS
+from ds_lite.tensor_parallel.regions import enter
 
 _GROUPS = ("num_key_value_groups",)
 _QUERY_WIDTHS = ("embed_dim", "hidden_size", "split_size", "inner_dim", "all_head_size", "dim")
@@ -27,75 +28,82 @@ def keep_heads(modules: Sequence[nn.Module], heads: Heads, query: Range, kv: Ran
 
     Only attributes that held the whole number change. The configuration keeps it, unless the code of a module
     asks the configuration: then it gets a copy.
+
+    Raises: ValueError for an attribute that cannot be set.
     """
     mine, mine_kv = query[1] - query[0], kv[1] - kv[0]
-    changes = [
-        (QUERY_HEADS, heads.query, mine),
-        (KV_HEADS, heads.kv, mine_kv),
-        (_GROUPS, heads.query // heads.kv, mine // mine_kv),
-        (_QUERY_WIDTHS, heads.query * heads.width, mine * heads.width),
-        (_KV_WIDTHS, heads.kv * heads.width, mine_kv * heads.width),
-    ]
+    numbers = {
+        QUERY_HEADS: mine,
+        KV_HEADS: mine_kv,
+        _GROUPS: mine // mine_kv,
+        _QUERY_WIDTHS: mine * heads.width,
+        _KV_WIDTHS: mine_kv * heads.width,
+    }
     for module in modules:
-        for names, before, after in changes:
-            for name in names:
-                if type(getattr(module, name, None)) is int and getattr(module, name) == before:
-                    setattr(module, name, after)
-        if _code_of(cast(Hashable, type(module))).asks_configuration:
-            module.config = copy.copy(module.config)
-            for names, before, after in changes[:2]:
-                for name in names:
-                    if getattr(module.config, name, None) == before:
-                        setattr(module.config, name, after)
-
-
-def check_no_scale(name: str, modules: Sequence[nn.Module], heads: Heads) -> None:
-    """Numbers that change with the cut must be sizes in the code, and no factor.
-
-    Raises: ValueError for code that takes a power or a root of one.
-    """
-    for module in modules:
-        for attribute, expression in _code_of(cast(Hashable, type(module))).factors:
-            if attribute in _QUERY_WIDTHS and getattr(module, attribute, 0) == heads.query * heads.width:
+        for names, name in _changing(module, heads):
+            try:
+                setattr(module, name, numbers[names])
+            except AttributeError:
                 raise ValueError(
-                    f"the attention {name} computes {expression}, but self.{attribute} has to become the "
-                    f"width of this rank's heads; use another attribute for the scale (§9.13)"
-                )
+                    f"{type(module).__name__}.{name} cannot be set to the number of this rank's heads; make "
+                    f"it a plain attribute (§9.13)"
+                ) from None
+        if _asks_configuration(module):
+            config = copy.copy(module.config)
+            for names, name in _changing(config, heads):
+                if names in (QUERY_HEADS, KV_HEADS):
+                    setattr(config, name, numbers[names])
+            module.config = config
 
 
-@dataclass(frozen=True)
-class _Code:
-    """What the methods of a class, but the constructor, which has run, do with its numbers.
+def changed_attributes(modules: Mapping[str, nn.Module], heads: Heads) -> set[str]:
+    """The paths of all attributes that `keep_heads` changes; `modules` by their paths."""
+    found = set()
+    for path, module in modules.items():
+        found |= {f"{path}.{name}" for _, name in _changing(module, heads)}
+        if _asks_configuration(module):
+            of_config = [
+                name for names, name in _changing(module.config, heads) if names in (QUERY_HEADS, KV_HEADS)
+            ]
+            found |= {f"{path}.config.{name}" for name in of_config}
+    return {path.lstrip(".") for path in found}
 
-    `factors` are attributes in a power or a root, with the expression.
-    """
 
-    asks_configuration: bool = False
-    factors: tuple[tuple[str, str], ...] = ()
+def _changing(owner: Any, heads: Heads) -> list[tuple[tuple[str, ...], str]]:
+    """The attributes of a module or configuration that hold a number of the whole attention."""
+    wholes = {
+        QUERY_HEADS: heads.query,
+        KV_HEADS: heads.kv,
+        _GROUPS: heads.query // heads.kv,
+        _QUERY_WIDTHS: heads.query * heads.width,
+        _KV_WIDTHS: heads.kv * heads.width,
+    }
+    return [
+        (names, name)
+        for names, whole in wholes.items()
+        for name in names
+        if type(getattr(owner, name, None)) is int and getattr(owner, name) == whole
+    ]
+
+
+def _asks_configuration(module: nn.Module) -> bool:
+    """Whether a method, but the constructor, which has run, reads a number of heads from `self.config`."""
+    return _code_asks_configuration(cast(Hashable, type(module)))
 
 
 @cache
-def _code_of(kind: Hashable) -> _Code:
+def _code_asks_configuration(kind: Hashable) -> bool:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):
-        return _Code()  # no source, so nothing of its own: a layer of torch, or made by a program
+        return False  # no source, so nothing of its own: a layer of torch, or made by a program
     methods = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
-    nodes = [node for method in methods for node in ast.walk(method)]
     asked = {f"self.config.{name}" for name in (*QUERY_HEADS, *KV_HEADS)}
-    asks = any(ast.unparse(node) in asked for node in nodes if isinstance(node, ast.Attribute))
-    factors = [
-        (part.attr, ast.unparse(node))
-        for node in nodes
-        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
-        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("sqrt"))
-        for part in ast.walk(node)
-        if isinstance(part, ast.Attribute)
-    ]
-    return _Code(asks, tuple(factors))
+    nodes = (node for method in methods for node in ast.walk(method))
+    return any(ast.unparse(node) in asked for node in nodes if isinstance(node, ast.Attribute))
 
 
-_BIASES = ("alibi", "position_bias")
+BIASES = ("alibi", "position_bias")
 _MASKS = ("attention_mask", "mask")
 
 
@@ -118,11 +126,30 @@ def cut_biases(attention: nn.Module, num_heads: int, mine: Range) -> None:
 
 
 def _my_heads(name: str, bias: Any, num_heads: int, mine: Range) -> Any:
-    if name not in (*_BIASES, *_MASKS) or not isinstance(bias, Tensor):
+    if name not in (*BIASES, *_MASKS) or not isinstance(bias, Tensor):
         return bias
     start, stop = mine
     if bias.dim() == 4 and bias.shape[1] == num_heads:
         return bias[:, start:stop]
-    if name in _BIASES and bias.dim() == 3 and bias.shape[0] % num_heads == 0:
+    is_of_all = bias.shape[0] == num_heads or (name == "alibi" and bias.shape[0] % num_heads == 0)
+    if name in BIASES and bias.dim() == 3 and is_of_all:
         return bias.unflatten(0, (-1, num_heads))[:, start:stop].flatten(0, 1)
     return bias
+
+
+def enter_arguments(block: nn.Module, names: Sequence[str], group: ProcessGroup) -> None:
+    """Sum the gradients of what a block takes from outside and puts into its regions, as a learned bias."""
+    order = list(inspect.signature(block.forward).parameters)
+
+    def entered(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(entered(name, one) for one in value)
+        if name not in names or not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        return enter(value, group)
+
+    def enter_all(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = [entered(name, value) for name, value in zip(order, args, strict=False)]
+        return (*given, *args[len(given) :]), {name: entered(name, value) for name, value in named.items()}
+
+    block.register_forward_pre_hook(enter_all, with_kwargs=True)

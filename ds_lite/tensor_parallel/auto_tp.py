@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.tags import Cut, tag
-from ds_lite.tensor_parallel.attention import cut_biases, keep_heads
+from ds_lite.tensor_parallel.attention import BIASES, cut_biases, enter_arguments, keep_heads
 from ds_lite.tensor_parallel.dealing import Ranges, repeated
 from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue, SharedRows
+from ds_lite.tensor_parallel.kinds import holds_linears, is_linear
 from ds_lite.tensor_parallel.layers import (
     LinearAllreduce,
     LinearLayer,
@@ -72,6 +73,13 @@ def apply_plan(model: nn.Module, plan: Plan, group: ProcessGroup) -> None:
     holders = _holders(model)
     for attention in plan.attentions:
         _tell_heads(modules[attention.name], attention, comm.get_rank(group))
+    has_table = any(isinstance(modules[name], nn.Embedding) for name in plan.names("heads"))
+    for (
+        name,
+        arguments,
+    ) in plan.arguments.items():  # a bias that a cut table made is of this rank's heads alone
+        entering = [one for one in arguments if not (has_table and one in BIASES)]
+        enter_arguments(modules[name], entering, group)
     for placement in plan:
         module = modules[placement.name]
         layer = _cut(module, placement, plan.heads_around(placement.name), group)
@@ -145,5 +153,6 @@ def _entered(value: Any, group: ProcessGroup) -> Any:
 
 def _tell_heads(module: nn.Module, attention: AttentionHeads, rank: int) -> None:
     query, kv = attention.query[rank], attention.kv[rank]
-    keep_heads([*module.modules()], attention.heads, query, kv)
+    holding = [part for part in module.modules() if holds_linears(part) and not is_linear(part)]
+    keep_heads(holding, attention.heads, query, kv)
     cut_biases(module, attention.heads.query, query)

@@ -159,6 +159,15 @@ def head_width(near: Sequence[nn.Module], columns: int) -> int | None:
     return columns // query if query and columns % query == 0 else None
 
 
+def changing_numbers(near: Sequence[nn.Module], columns: int) -> frozenset[int]:
+    """Numbers of heads, and of columns of all heads, that a cut changes."""
+    query, width = number_of(near, QUERY_HEADS), head_width(near, columns)
+    kv = number_of(near, KV_HEADS) or query
+    if not query or not width or not kv:
+        return frozenset()
+    return frozenset({query, kv, query * width, kv * width}) - {1}
+
+
 def is_per_head(module: nn.Module, columns: int, near: Sequence[nn.Module]) -> bool:
     """Whether a module with parameters treats the heads of a projection of `columns` columns one by one.
 

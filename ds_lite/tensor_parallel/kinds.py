@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer, or a convolution-style one that keeps its weight the other way round."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    is_plain = type(module).forward is nn.Linear.forward or type(module).__name__ in _LIKE_LINEAR
+    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)
+    return (isinstance(module, nn.Linear) and is_plain and has_weight) or is_conv1d(module)
+
+
+_LIKE_LINEAR = ("FalconLinear",)  # with code of their own for the same
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -31,8 +38,19 @@ def is_stack_of_experts(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     if set(own) != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in own.values()):
         return False
+    if not _is_gate_then_up(type(module)):
+        return False
     up, down = own["gate_up_proj"].shape, own["down_proj"].shape
     return up[0] == down[0] and up[1] == 2 * down[2] and up[2] == down[1]
+
+
+def _is_gate_then_up(kind: type[nn.Module]) -> bool:
+    """Whether the code of the experts halves gate_up_proj's output, and multiplies the halves."""
+    try:
+        code = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return ".chunk(2, dim=-1)" in code and "self.act_fn(gate) * up" in code
 
 
 def holds_linears(module: nn.Module) -> bool:

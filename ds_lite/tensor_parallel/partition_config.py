@@ -45,15 +45,20 @@ class TPLayerSpec:
     is_preset: bool = False  # may match nothing
 
     def __post_init__(self) -> None:
-        if isinstance(self.partition_type, str):
+        if not isinstance(self.partition_type, PartitionType):
             known = [kind.value for kind in PartitionType]
-            if self.partition_type.lower() not in known:
+            if str(self.partition_type).lower() not in known:
                 raise ValueError(
                     f"partition_type={self.partition_type!r} is unknown; choose one of {known} (§9.13)"
                 )
-            self.partition_type = PartitionType(self.partition_type.lower())
+            self.partition_type = PartitionType(str(self.partition_type).lower())
         if isinstance(self.patterns, str):
             self.patterns = [self.patterns]
+        if not isinstance(self.patterns, Sequence) or not all(isinstance(one, str) for one in self.patterns):
+            raise ValueError(
+                f"patterns={self.patterns!r} of partition_config must be a list of regular expressions "
+                "(§9.13)"
+            )
         for pattern in self.patterns:
             try:
                 re.compile(pattern)
@@ -69,7 +74,7 @@ class TPLayerSpec:
             return None
         usual = 1 if self.partition_type is PartitionType.ROW else 0
         dim = usual if self.partition_dim is None else self.partition_dim
-        shape = list(self.shape)
+        shape = list(self.shape) if isinstance(self.shape, (list, tuple)) else []
         wanted = shape[dim] if 0 <= dim < len(shape) else None
         if isinstance(wanted, int) and wanted > 0:
             return wanted

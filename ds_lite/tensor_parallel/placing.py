@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ds_lite.tensor_parallel.attention import check_no_scale
-from ds_lite.tensor_parallel.dealing import Range, Ranges, deal_by_grain, query_columns, repeated
-from ds_lite.tensor_parallel.fused_qkv import Heads, mlp_layout
+from ds_lite.tensor_parallel.dealing import Ranges, deal_by_grain, query_columns, repeated
+from ds_lite.tensor_parallel.fused_qkv import mlp_layout
 from ds_lite.tensor_parallel.heads import heads_of
 from ds_lite.tensor_parallel.kinds import features
 from ds_lite.tensor_parallel.partition_config import TPLayerSpec
@@ -22,7 +21,7 @@ class Region:
     """Layers that are cut together: those that open it and the one that closes it.
 
     `around` is the innermost module that holds them all; `picked` are openers whose columns the code takes
-    apart.
+    apart, `folded` those that it folds into heads or groups.
     """
 
     around: str
@@ -30,6 +29,7 @@ class Region:
     closer: str
     is_attention: bool
     picked: set[str]
+    folded: set[str]
     source: str = "the code; "
 
 
@@ -44,7 +44,9 @@ def regions_of(name: str, flow: Flow) -> list[Region]:
         openers = sorted(f"{name}.{opener}".strip(".") for opener in closing.opened_by)
         path = f"{name}.{closer}".strip(".")
         picked = {f"{name}.{opener}".strip(".") for opener in closing.picked}
-        regions.append(Region(_around_all([*openers, path]), openers, path, closing.is_attention, picked))
+        folded = {f"{name}.{opener}".strip(".") for opener in closing.folded}
+        around = _around_all([*openers, path])
+        regions.append(Region(around, openers, path, closing.is_attention, picked, folded))
         for opener in openers:
             if closer_of.setdefault(opener, path) != path:
                 raise ValueError(
@@ -72,9 +74,15 @@ class Placer:
     grain: int
     placed: dict[str, Placement] = field(default_factory=dict)
     attentions: list[AttentionHeads] = field(default_factory=list)
+    arguments: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.modules = dict(self.model.named_modules())
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.first_name = {id(module): name for name, module in reversed(self.modules.items())}
+
+    def canonical(self, name: str) -> str:
+        """The first name of a module, which may have several."""
+        return self.first_name[id(self.modules[name])]
 
     def place(self, placement: Placement) -> None:
         """Add a placement; the last word on a module counts."""
@@ -93,7 +101,6 @@ class Placer:
         openers = {name: self.modules[name] for name in region.openers}
         closer = self.modules[region.closer]
         heads, layouts = heads_of(region.around, self.near(region.around), openers, closer, specs)
-        check_no_scale(region.around, [module for _, module in self._inside(region.around)], heads)
         dealt = heads.deal(self.ranks)
         for name, module in openers.items():
             layout = layouts[name]
@@ -112,19 +119,28 @@ class Placer:
         columns = query_columns(heads.query, heads.kv, heads.width, self.ranks)
         why = f"{region.source}sums the attention of {heads.query} query heads"
         self.place(Placement(region.closer, "row", why, 1 - out_dim(closer), columns))
-        self.attentions.append(AttentionHeads(region.around, heads, dealt.query, dealt.kv))
-        self._add_biases(region, heads, dealt.query)
+        if all(region.around != one.name for one in self.attentions):
+            self.attentions.append(AttentionHeads(region.around, heads, dealt.query, dealt.kv))
 
-    def _add_biases(self, region: Region, heads: Heads, query: Sequence[Range]) -> None:
-        """Embeddings beside the projections with a number for each head."""
-        for name, module in self._inside(region.around):
-            if isinstance(module, nn.Embedding) and module.embedding_dim == heads.query:
-                why = "a bias of positions, a column for each head"
-                self.place(Placement(name, "heads", why, 1, tuple((one,) for one in query)))
+    def add_weight(self, name: str, openers: Sequence[str]) -> None:
+        """A weight that the code itself puts into a region: a bias of positions with a column for each head.
 
-    def _inside(self, name: str) -> Iterator[tuple[str, nn.Module]]:
-        for inner, module in self.modules[name].named_modules():
-            yield f"{name}.{inner}".strip("."), module
+        Raises: ValueError for any other.
+        """
+        module = self.modules.get(name)
+        regions = [one for one in self.attentions if any(o.startswith(f"{one.name}.") for o in openers)]
+        if (
+            isinstance(module, nn.Embedding)
+            and regions
+            and module.embedding_dim == regions[0].heads.query > 1
+        ):
+            why = "a bias of positions, a column for each head"
+            self.place(Placement(name, "heads", why, 1, tuple((one,) for one in regions[0].query)))
+            return
+        raise ValueError(
+            f"{name} is a weight of its own in a region that {', '.join(openers)} open, and nobody knows "
+            f"what of it belongs to a rank; leave the region whole by partition_config (§9.13)"
+        )
 
     def add_inside(self, name: str, openers: Sequence[str]) -> None:
         """A module with parameters inside an attention, such as a norm of each head."""
@@ -167,6 +183,11 @@ class Placer:
                 )
             if times == 1 and name in region.picked:
                 raise ValueError(_taken_apart(name))
+            if name in region.folded:
+                raise ValueError(
+                    f"the code folds the columns of {name} into groups that no rank may share, and there is "
+                    f"no attention by whose heads to cut; leave the region whole by partition_config (§9.13)"
+                )
             spec = specs.get(name)
             is_declared = spec is not None and spec.parts() in (2, (total, total))
             if times == 2 and not is_declared and mlp_layout(self.near(region.around)) is None:
@@ -211,7 +232,7 @@ class Placer:
         self._check_ties()
         order = {name: place for place, name in enumerate(self.modules)}
         placements = sorted(self.placed.values(), key=lambda placement: order[placement.name])
-        return Plan(self.ranks, placements, self.attentions)
+        return Plan(self.ranks, placements, self.attentions, self.arguments)
 
     def _check_ties(self) -> None:
         holders: dict[int, tuple[str, Placement]] = {}

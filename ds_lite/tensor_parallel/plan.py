@@ -61,11 +61,15 @@ class AttentionHeads:
 
 @dataclass
 class Plan:
-    """All placements for one model and one degree, in the order of its modules."""
+    """All placements for one model and one degree, in the order of its modules.
+
+    `arguments` are those of blocks that enter regions as they are, so that their gradients are partial.
+    """
 
     ranks: int
     placements: list[Placement] = field(default_factory=list)
     attentions: list[AttentionHeads] = field(default_factory=list)
+    arguments: dict[str, list[str]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Placement]:
         return iter(self.placements)

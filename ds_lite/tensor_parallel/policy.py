@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from ds_lite.tensor_parallel.checks import check_dropout, check_numbers
 from ds_lite.tensor_parallel.dealing import deal_by_grain
-from ds_lite.tensor_parallel.heads import head_width, is_per_head
+from ds_lite.tensor_parallel.heads import changing_numbers, head_width, is_per_head
 from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType
 from ds_lite.tensor_parallel.placing import Placer, Region, regions_of
@@ -115,6 +116,10 @@ class _KnownHeads(Geometry):
         columns = features(self.placer.modules[self._name(opener)])[1]
         return head_width(self.placer.near(self._name(opener)), columns)
 
+    def changing(self, opener: str) -> frozenset[int]:
+        columns = features(self.placer.modules[self._name(opener)])[1]
+        return changing_numbers(self.placer.near(self._name(opener)), columns)
+
 
 class _Planner:
     """Asks the sources block by block and hands what they say to the placer."""
@@ -129,10 +134,14 @@ class _Planner:
         """Read a block and place everything in it."""
 
         def path(inner: str) -> str:
-            return f"{name}.{inner}".strip(".")
+            return self.placer.canonical(f"{name}.{inner}".strip("."))
 
         flow = read_block(block, _KnownHeads(self.placer, name), self.user.kept(name, block))
         regions = regions_of(name, flow)
+        for region in regions:
+            region.openers = [self.placer.canonical(opener) for opener in region.openers]
+            region.closer = self.placer.canonical(region.closer)
+            region.around = self.placer.canonical(region.around)
         if self.user.config is None:
             self._check_found(name, flow, regions)
         for inner, why in flow.whole.items():
@@ -145,11 +154,11 @@ class _Planner:
             else:
                 self.placer.add_mlp(region, specs)
         for weight, met in flow.weights.items():
-            raise ValueError(
-                f"{path(weight)} is a weight of its own in a region that {', '.join(sorted(met))} open, and "
-                "nobody knows what of it belongs to a rank; leave the region whole by partition_config "
-                "(§9.13)"
-            )
+            self.placer.add_weight(f"{name}.{weight}".strip("."), [path(opener) for opener in sorted(met)])
+        check_numbers(self.placer, name, flow, regions)
+        check_dropout(self.placer, name, regions)
+        if flow.arguments:
+            self.placer.arguments[name] = sorted(flow.arguments)
         for experts in flow.experts:
             self.placer.add_experts(path(experts))
         for inner, openers in flow.inside.items():
@@ -220,7 +229,7 @@ class _Planner:
     def add_vocabulary(self) -> None:
         """Cut the output layer over the vocabulary, and an embedding that shares its weight."""
         get_head = getattr(self.model, "get_output_embeddings", lambda: None)
-        names = {id(module): name for name, module in self.modules.items()}
+        names = self.placer.first_name
         head = get_head()
         if head is None or id(head) not in names or not is_linear(head):
             raise ValueError(
@@ -243,7 +252,9 @@ class _Planner:
     def finished(self) -> Plan:
         """The plan, with what no block holds."""
         for name, module in self.modules.items():
-            if name not in self.placer.placed and (is_linear(module) or isinstance(module, nn.Embedding)):
+            if name != self.placer.canonical(name) or name in self.placer.placed:
+                continue
+            if is_linear(module) or isinstance(module, nn.Embedding):
                 self._place_whole(name, "outside the repeated blocks")
                 self.user.check_roles({name: "outside the repeated blocks"})
         self.user.check_patterns()

@@ -69,6 +69,16 @@ class ShardedLayer(nn.Module):
         return F.linear(x, self.weight.T if self.is_transposed else self.weight, bias)
 
     @property
+    def in_features(self) -> int:
+        """How many input columns are here."""
+        return int(self.weight.shape[self.in_dim])
+
+    @property
+    def out_features(self) -> int:
+        """How many output columns are here."""
+        return int(self.weight.shape[self.out_dim])
+
+    @property
     def out_dim(self) -> int:
         """The dim of the weight along which its output columns lie."""
         return 1 if self.is_transposed else 0

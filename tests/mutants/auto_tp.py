@@ -162,3 +162,14 @@ def what_is_not_known_is_taken_for_harmless() -> Patch:
 def a_cut_model_brings_no_degree() -> Patch:
     """A model that tp_model_init has cut is trained as if every rank were a replica."""
     return mock.patch("ds_lite.initialize.with_degree_of_model", lambda model, config: config)
+
+
+@killed_by(
+    MUTANTS,
+    "tests/test_s09_13_operations.py::test_what_a_block_gets_from_outside_has_its_whole_gradient",
+    "bias",
+    section="9.13",
+)
+def arguments_are_not_entered() -> Patch:
+    """What a model learned and hands to its blocks gets each rank's part of its gradient."""
+    return mock.patch.object(auto_tp, "enter_arguments", lambda block, names, group: None)

@@ -27,9 +27,10 @@ from torch import nn
 from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.reading.flow import Closing, Flow
 from ds_lite.tensor_parallel.reading.frame import Frame
-from ds_lite.tensor_parallel.reading.operations import after, indexed, is_elementwise, name_of
-from ds_lite.tensor_parallel.reading.source import bound, is_worth_reading, tree_of
+from ds_lite.tensor_parallel.reading.operations import SIZED, after, indexed, is_elementwise, name_of
+from ds_lite.tensor_parallel.reading.source import bound, is_worth_reading, tree_of, unwrapped
 from ds_lite.tensor_parallel.reading.values import (
+    OF_THE_STREAM,
     STREAM,
     UNKNOWN,
     Flowing,
@@ -55,6 +56,10 @@ class Geometry:
     def head_width(self, opener: str) -> int | None:
         """The width of a head in an opener's output, where somebody says it."""
         return None
+
+    def changing(self, opener: str) -> frozenset[int]:
+        """Numbers of heads and widths that are others on each rank once the opener is cut."""
+        return frozenset()
 
 
 def read_block(
@@ -98,6 +103,7 @@ class _Reader:
         }  # one for each, if it has two
         self.flow = Flow()
         self.running: list[nn.Module] = []
+        self.functions: list[Callable[..., Any]] = []
 
     def read(self) -> Flow:
         block = Known(self.block)
@@ -106,12 +112,13 @@ class _Reader:
         elif isinstance(self.block, nn.ModuleList):  # who calls them, and on what, is not seen here
             for child in items_of(block) or ():
                 self.call(child, [STREAM], {})
-        elif isinstance(self.block, nn.Sequential):
+        elif type(self.block).forward is nn.Sequential.forward:
             self._ends_with(self._each_in_turn(block, STREAM))
         else:
             function = self._code_of(block)
             _, *names = inspect.signature(function).parameters
-            given = dict.fromkeys(names, UNKNOWN) | dict.fromkeys(names[:1], STREAM)
+            given = {name: Flowing(arguments=frozenset([name])) for name in names}
+            given |= dict.fromkeys(names[:1], STREAM)
             self._ends_with(self._function(Known(function, owner=block), [], given))
         return self.flow
 
@@ -122,7 +129,7 @@ class _Reader:
 
     def _code_of(self, what: Known) -> Callable[..., Any]:
         """The forward of a module that holds linear layers."""
-        function: Callable[..., Any] = inspect.unwrap(type(what.object).forward)
+        function = unwrapped(type(what.object).forward)
         if tree_of(function) is None:
             raise ValueError(
                 f"the code of {type(what.object).__name__} ({what.name or 'the block'}) cannot be read, so "
@@ -157,8 +164,43 @@ class _Reader:
 
     def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing:
         """What torch makes of its arguments."""
-        x = self.met([*args, *named.values()])
-        return self._unless_whole(x, after(name, args, named, x, *self._measures(x))) if x.open else x
+        given = [*args, *named.values()]
+        if name not in SIZED:
+            self._numbers(given)
+        x = self.met(given)
+        if not x.open:
+            return x
+        if name in SIZED and (why := self._unchanged_size(name, args, x)):
+            return self._unless_whole(x, why)
+        return self._unless_whole(x, after(name, args, named, x, *self._measures(x)))
+
+    def computed(self, values: Sequence[Value]) -> Flowing:
+        """Values added, multiplied and so on, which takes numbers for what they are."""
+        self._numbers(values)
+        return self.met(values)
+
+    def sized(self, values: Sequence[Value]) -> None:
+        """Numbers that are sizes of what is cut."""
+        self.flow.sizes |= set().union(*(one.made_of for one in values if isinstance(one, Known)))
+
+    def _numbers(self, values: Sequence[Value]) -> None:
+        """Counts and widths that the code computes with must not change with the cut."""
+        self.flow.numbers |= set().union(*(one.made_of for one in values if isinstance(one, Known)))
+        sizes = union(values).size_of - {OF_THE_STREAM}
+        self._stays_whole(sizes, "the code computes with the number of its columns")
+
+    def _unchanged_size(self, name: str, args: Sequence[Value], x: Flowing) -> str | None:
+        """A size that has to change with the cut, but is no attribute that can."""
+        of_name = {"view": args[1:], "reshape": args[1:], "unflatten": args[2:], "split": args[1:2]}
+        self.sized([one for value in args for one in (value if isinstance(value, tuple) else (value,))])
+        given = of_name.get(name, ())
+        sizes = [one for value in given for one in (value if isinstance(value, tuple) else (value,))]
+        changing = frozenset[int]().union(*(self.geometry.changing(opener) for opener in x.open))
+        for place, size in enumerate(sizes):
+            is_last = place == len(sizes) - 1 and name != "split"
+            if isinstance(size, Known) and size.object in changing and not size.made_of and not is_last:
+                return f"the code folds it by {size.object}, a number that nobody can change with the cut"
+        return None
 
     def index(self, x: Flowing, index: Sequence[tuple[str, Value]]) -> Flowing:
         """x[index] of a tensor."""
@@ -198,8 +240,15 @@ class _Reader:
     def _module(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
         module = what.object
         name = self.names.get(id(module), what.name)
+        x = union([*args, *named.values()])
         if is_linear(module):
-            return self._linear(name, union([*args, *named.values()]))
+            why = self._why_kept(what)
+            if why and name not in self.whole:
+                self._stays_whole(x.open | {name}, why)
+                return STREAM
+            return self._linear(name, x)
+        if x.open and _has_hooks(module):
+            return self._unless_whole(x, f"{name} has hooks, which nobody reads")
         if is_stack_of_experts(module):
             if name not in self.whole:
                 self.flow.experts.add(name)
@@ -207,9 +256,17 @@ class _Reader:
             return STREAM
         if not holds_linears(module):
             return self._leaf(Known(module, name), args, named)
-        if isinstance(module, nn.Sequential):
+        if type(module).forward is nn.Sequential.forward:
             return self._each_in_turn(what, union([*args, *named.values()]))
         return self._function(Known(self._code_of(what), owner=what), args, named)
+
+    def _why_kept(self, what: Known) -> str | None:
+        """Why a linear layer cannot be replaced by a part of it."""
+        if _has_hooks(what.object):
+            return "it has hooks, which would be lost"
+        if not what.name and what.object is not self.block:
+            return "it is held in a plain list or dictionary, where nobody can replace it"
+        return None
 
     def _leaf(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
         """A module without a linear layer."""
@@ -219,7 +276,7 @@ class _Reader:
         if not x.open:
             if has_parameters:
                 self.flow.outside.add(what.name)
-            return x
+            return x if x.is_stream or not has_parameters else replace(x, weights=x.weights | {what.name})
         if has_parameters:
             return self._inside(what, x)
         if is_elementwise(module):
@@ -228,7 +285,7 @@ class _Reader:
             return self.operation("softmax", [x], {"dim": Known(module.dim)})
         if type(module).__module__.startswith("torch."):
             return self.operation(type(module).__name__, args, named)
-        return self._function(Known(inspect.unwrap(type(module).forward), owner=what), args, named)
+        return self._function(Known(type(module).forward, owner=what), args, named)
 
     def _inside(self, what: Known, x: Flowing) -> Flowing:
         """A module with parameters on an open value: a norm of each head, or one that needs all columns."""
@@ -257,6 +314,7 @@ class _Reader:
         closing.opened_by |= x.open
         closing.is_attention |= x.attended
         closing.picked |= x.open if x.is_picked else set()
+        closing.folded |= x.open if x.was_folded else set()
         return STREAM
 
     # --------------------------------------------------------------------------------------- functions
@@ -264,16 +322,18 @@ class _Reader:
     def _function(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
         """What a function or method returns, from its code; a value that goes into one without must be "
         "whole."""
-        function = inspect.unwrap(what.object)
+        function = unwrapped(what.object)
         tree = tree_of(function) if inspect.isfunction(function) else None
-        if tree is None or len(self.running) >= _DEEPEST:
+        if tree is None or len(self.running) >= _DEEPEST or self.functions.count(function) > 1:
             return self.operation(f"{getattr(function, '__name__', 'a function')} ", args, named)
         positional = list(args) if what.owner is None else [what.owner, *args]
         variables = bound(inspect.signature(function).parameters, positional, named)
         self.running.append(what.owner.object if what.owner else self.block)
+        self.functions.append(function)
         frame = Frame(self, variables, function, what.owner)
         frame.body(tree.body)
         self.running.pop()
+        self.functions.pop()
         return UNKNOWN if frame.returned is None else frame.returned
 
     def met(self, values: Sequence[Value]) -> Flowing:
@@ -281,12 +341,27 @@ class _Reader:
         result = union(values)
         if result.open and any(part.is_stream for part in flows(values)):
             return self._unless_whole(result, "its output meets the stream")
-        if result.open and result.weights:
+        self._used_by_itself(result.weights)
+        if result.open:
             for name in result.weights:
                 self.flow.weights.setdefault(name, set()).update(result.open)
-            return replace(result, weights=frozenset())
+            self.flow.arguments |= result.arguments
+            return replace(result, weights=frozenset(), arguments=frozenset(), size_of=frozenset())
         return result
+
+    def _used_by_itself(self, weights: frozenset[str]) -> None:
+        """The weight of a linear layer that the code uses beside the layer has to be whole."""
+        for weight in weights:
+            layer = self.modules.get(weight.rpartition(".")[0])
+            if layer is not None and is_linear(layer) and self.names[id(layer)] not in self.whole:
+                self._stays_whole(
+                    frozenset([self.names[id(layer)]]), "the code uses its weight by itself, too"
+                )
 
     def _stays_whole(self, names: frozenset[str], why: str) -> None:
         for name in names:
             self.flow.whole.setdefault(name, why)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -24,6 +24,7 @@ from ds_lite.tensor_parallel.reading.values import (
     flows,
     item_of,
     items_of,
+    size_of,
     union,
 )
 
@@ -38,6 +39,10 @@ class Caller(Protocol):
     def operation(self, name: str, args: Sequence[Value], named: Mapping[str, Value]) -> Flowing: ...
 
     def index(self, x: Flowing, index: Sequence[tuple[str, Value]]) -> Flowing: ...
+
+    def computed(self, values: Sequence[Value]) -> Flowing: ...
+
+    def sized(self, values: Sequence[Value]) -> None: ...
 
     def give_up(self, values: Sequence[Value], why: str) -> None: ...
 
@@ -72,12 +77,20 @@ class Expressions:
             self._assign(target.value, value)
         elif isinstance(target, (ast.Tuple, ast.List)):
             items = items_of(value)
-            if items is None or len(items) != len(target.elts):
+            if _is_size(value):
+                items = [UNKNOWN] * (len(target.elts) - 1) + [value]  # columns are the last dimension
+            elif items is None or len(items) != len(target.elts):
                 items = [union((value,))] * len(target.elts)
             for part, item in zip(target.elts, items, strict=True):
                 self._assign(part, item)
-        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):  # x[...] = value
-            self.variables[target.value.id] = self.caller.met([self.value(target.value), value])
+        elif isinstance(target, ast.Subscript):  # x[...] = value
+            base, index = self.value(target.value), [self._index(part) for part in _parts(target.slice)]
+            if isinstance(base, Flowing) and self.caller.index(base, index) != base:
+                self.caller.give_up([base, value], "some of its columns are written by themselves")
+            if isinstance(target.value, ast.Name):
+                self.variables[target.value.id] = self.caller.met([base, value])
+        elif isinstance(target, ast.Attribute):
+            self.caller.give_up([value], "it is kept on an object, where it may be used by anybody")
 
     def value(self, node: ast.expr) -> Value:
         """What an expression is."""
@@ -93,6 +106,8 @@ class Expressions:
             return self._call(node)
         if isinstance(node, ast.Subscript):
             base = self.value(node.value)
+            if _is_size(base):
+                return base if self._is_last(node.slice) else UNKNOWN
             if isinstance(base, Flowing):
                 return self.caller.index(base, [self._index(part) for part in _parts(node.slice)])
             return item_of(base, self.value(node.slice))
@@ -122,10 +137,20 @@ class Expressions:
             return value
         return union(self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
 
+    def _is_last(self, node: ast.expr) -> bool:
+        """Whether an index into a shape may be that of the columns."""
+        place = node.upper if isinstance(node, ast.Slice) else node
+        if place is None:
+            return True
+        value = self.value(place)
+        number = value.object if isinstance(value, Known) else None
+        return number not in (0, 1, -2, -3) and not (isinstance(node, ast.Slice) and number == -1)
+
     def _index(self, node: ast.expr) -> tuple[str, Value]:
         """One part of an index: all of a dimension, part of it, every so many, one, a new one, or the "
         "rest."""
         if isinstance(node, ast.Slice):
+            self.caller.sized([self.value(end) for end in (node.lower, node.upper) if end is not None])
             if node.step is not None:
                 return "stepped", UNKNOWN
             return ("all" if node.lower is None and node.upper is None else "part"), UNKNOWN
@@ -157,6 +182,8 @@ class Expressions:
         results = []
         for item in [union((over,))] if items is None else items:
             self._assign(node.generators[0].target, item)
+            for condition in node.generators[0].ifs:
+                self._truth(condition)
             results.append(self.value(node.elt))
         return union(results) if items is None else tuple(results)
 
@@ -167,31 +194,53 @@ class Expressions:
             return (UNKNOWN, *right)  # x.size()[:-1] + (heads, width)
         if isinstance(op, ast.MatMult):
             return self.caller.operation("matmul", [left, right], {})
-        numbers = [one.object for one in (left, right) if isinstance(one, Known) and type(one.object) is int]
+        known = [one for one in (left, right) if isinstance(one, Known)]
+        numbers = [one.object for one in known if type(one.object) is int]
         if len(numbers) == 2 and type(op) in _ARITHMETIC and (numbers[1] or type(op) is not ast.FloorDiv):
-            return Known(_ARITHMETIC[type(op)](*numbers))
-        return self.caller.met([left, right])
+            made_of = known[0].made_of | known[1].made_of
+            return Known(_ARITHMETIC[type(op)](*numbers), made_of=made_of)
+        sizes = [one for one in (left, right) if isinstance(one, Known) or _is_size(one) or one == UNKNOWN]
+        if isinstance(op, ast.FloorDiv) and _is_size(left) and known:
+            self.caller.computed(known)  # the width of the stream by the heads: not of this rank's
+        if len(sizes) == 2 and type(op) in _ARITHMETIC:
+            return union((left, right))  # of sizes: a size
+        return self.caller.computed([left, right])
 
     def _call(self, node: ast.Call) -> Value:
         args = list(self._listed(node.args))
         named = {word.arg or f"**{i}": self.value(word.value) for i, word in enumerate(node.keywords)}
+        if any(isinstance(arg, ast.Starred) and items_of(self.value(arg.value)) is None for arg in node.args):
+            named["*"] = UNKNOWN  # how many there are is not known
         text = ast.unparse(node.func)
         if text == "super" and not args and self.owner is not None and "__class__" in self.outside:
             return Known(super(self.outside["__class__"], self.owner.object), owner=self.owner)
         if isinstance(node.func, ast.Attribute):
             base = self.value(node.func.value)
             if isinstance(base, (Flowing, tuple)):
-                return self._method(node.func, base, args, named)
+                return self._method(node.func, base, args, named, node.args)
         what = self.value(node.func)
+        if isinstance(what, Known) and what.object is isinstance and args and isinstance(args[0], Known):
+            if isinstance(args[0].object, nn.Module):  # another class stands there after the cut
+                self.caller.met([Flowing(weights=frozenset([f"{args[0].name}.weight"]))])
         if isinstance(what, Known) and what.object in BUILTINS:
             return of_builtin(what.object, args)
         return self.caller.call(what, args, named, text)
 
     def _method(
-        self, node: ast.Attribute, base: Value, args: Sequence[Value], named: Mapping[str, Value]
+        self,
+        node: ast.Attribute,
+        base: Value,
+        args: Sequence[Value],
+        named: Mapping[str, Value],
+        node_args: Sequence[ast.expr],
     ) -> Value:
         """A tensor's method: what it is made of, together; one that ends in _ changes the tensor."""
         if node.attr in WITHOUT_HISTORY:
+            is_whole = not node_args or self._is_last(node_args[0])
+            return size_of(base, node.attr) if is_whole else UNKNOWN
+        if isinstance(base, tuple) and isinstance(node.value, ast.Name) and node.attr in ("append", "extend"):
+            more = args if node.attr == "append" else items_of(args[0]) if args else ()
+            self.variables[node.value.id] = (*base, *(more if more is not None else args))
             return UNKNOWN
         result = self.caller.operation(node.attr.rstrip("_"), [base, *args], named)
         if node.attr.endswith("_") and isinstance(node.value, ast.Name):
@@ -217,10 +266,13 @@ class Expressions:
         if isinstance(value, Known):
             has_length = isinstance(value.object, (list, dict, set, nn.ModuleList, nn.ModuleDict))
             return bool(value.object) if value.is_constant or has_length else True
+        self.caller.give_up([value], "a condition depends on it, and may hold on some ranks only")
         return None
 
     def _comparison(self, node: ast.Compare) -> bool | None:
         left, right = self.value(node.left), self.value(node.comparators[0])
+        if not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            self.caller.give_up([left, right], "a condition depends on it, and may hold on some ranks only")
         if len(node.ops) > 1 or not isinstance(right, Known):
             return None
         if isinstance(left, Known):
@@ -247,6 +299,10 @@ def _is_filled(cell: CellType) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+def _is_size(value: Value) -> bool:
+    return isinstance(value, Flowing) and bool(value.size_of) and not value.open
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:

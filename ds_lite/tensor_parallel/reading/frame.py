@@ -105,6 +105,7 @@ class Frame(Expressions):
     def _loop(self, node: ast.For | ast.While) -> None:
         if isinstance(node, ast.While):
             for _ in range(2):
+                self._truth(node.test)
                 self.body(node.body)
             self.body(node.orelse)
             return

@@ -28,7 +28,8 @@ _NEW = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros"),
     *("new_ones", "save_for_backward"),
 }
-_NEUTRAL = {"unsqueeze", "squeeze", "expand", "repeat", "repeat_interleave", "broadcast_to", "tile"}
+_NEUTRAL = {"unsqueeze", "squeeze", "expand", "repeat_interleave", "broadcast_to"}
+_REPEATS = {"repeat", "tile"}
 _FOLDS = {"view", "reshape", "unflatten", "rearrange"}
 _MOVES = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"}
 _PICKS = {"chunk", "split", "tensor_split", "unbind"}
@@ -75,8 +76,13 @@ def after(
         return Flowing()
     if name in _NEUTRAL or name in _MOVES:
         return x if x.has_heads else replace(x, is_moved=True)
+    if name in _REPEATS:
+        return f"{name} puts copies of its heads or columns in an order of its own"
     if name in _FOLDS or name == "flatten":
-        return _folded(name, args, x, columns, head_width)
+        folded = _folded(name, args, x, columns, head_width)
+        if isinstance(folded, str):
+            return folded
+        return replace(folded, was_folded=x.was_folded or folded.has_heads)
     if name in _PICKS:
         return x if x.has_heads or _dim(args, named, 2) in (0, 1) else replace(x, is_picked=True)
     if name in _JOINS:
@@ -84,6 +90,8 @@ def after(
     if name in _CONTRACTS or is_attention:
         if not x.has_heads:
             return f"{name} needs all columns of its output"
+        if name == "einsum" and not _is_head_by_head(args):
+            return "einsum sums over something that may be its heads"
         operands = [one for one in flows(args) + flows(named.values()) if one.open]
         return replace(x, attended=x.attended or is_attention or len(operands) > 1)
     if name in _REDUCES or name in _NORMS_OF_THE_LAST:
@@ -125,6 +133,33 @@ def _folded(
         return replace(x, has_heads=len(numbers) > 3 or (width > 0 and width == head_width))
     is_of_heads = width == head_width or (0 < width < columns and width % (head_width or 1) == 0)
     return replace(x, has_heads=True) if name == "unflatten" or len(numbers) > 3 or is_of_heads else x
+
+
+def _is_head_by_head(args: Sequence[Value]) -> bool:
+    """Whether an einsum sums over last dimensions alone: a head's width, or the keys."""
+    equation = args[0].object if args and isinstance(args[0], Known) else None
+    if not isinstance(equation, str) or "->" not in equation:
+        return False
+    inputs, output = equation.replace(" ", "").split("->")
+    lasts = {operand[-1:] for operand in inputs.split(",")}
+    return set(inputs) - {",", "."} - set(output) <= lasts
+
+
+# Operations whose numbers are sizes, and no values.
+SIZED = {
+    *(*_FOLDS, *_PICKS, *_NEUTRAL, *_MOVES, *_REPEATS, "flatten", "narrow", "zeros", "ones", "empty", "full"),
+    *(
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "Size",
+        "view_as",
+        "arange",
+        "layer_norm",
+        "rms_norm",
+    ),
+}
 
 
 def _dim(args: Sequence[Value], named: Mapping[str, Value], place: int) -> int | None:

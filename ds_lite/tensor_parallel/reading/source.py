@@ -15,9 +15,11 @@ from ds_lite.tensor_parallel.reading.values import UNKNOWN, Known, Value, union
 def bound(
     parameters: Mapping[str, inspect.Parameter], positional: Sequence[Value], named: Mapping[str, Value]
 ) -> dict[str, Value]:
-    """Arguments by the name of their parameter; defaults where nothing is given."""
+    """Arguments by the name of their parameter; defaults where nothing is given, if all that is given is "
+    "known."""
     values: dict[str, Value] = {}
     left, more = list(positional), dict(named)
+    is_spread = any(name.startswith("*") for name in named)
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             values[name], left = tuple(left), []
@@ -28,16 +30,27 @@ def bound(
         elif name in more:
             values[name] = more.pop(name)
         else:
-            values[name] = UNKNOWN if parameter.default is parameter.empty else Known(parameter.default)
+            is_known = parameter.default is not parameter.empty and not is_spread
+            values[name] = Known(parameter.default) if is_known else UNKNOWN
     return values
+
+
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without the decorators of libraries, which keep what it computes; others are read."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and "site-packages" not in code.co_filename:
+            return function
+        function = inner
+    return function
 
 
 @cache
 def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
     """The syntax tree of a function; None if there is no source text to read, as for a lambda."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+    except (OSError, TypeError, SyntaxError, AttributeError):
         return None
     return tree if isinstance(tree, ast.FunctionDef) else None
 

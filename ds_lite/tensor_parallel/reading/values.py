@@ -21,8 +21,9 @@ class Flowing:
     `open` names the linear layers whose cut output it is made of. `is_stream` says that it comes from the
     block's input and is whole. `attended`: a softmax or an attention made it. `has_heads`: its columns have
     been folded into heads. `is_moved`: its columns may not be the last dimension. `is_picked`: they have been
-    taken apart, as those of a fused weight. `weights` are parameters that the code uses by itself, beside
-    those of layers.
+    taken apart, as those of a fused weight. `was_folded`: into heads, at some time. `weights` are parameters
+    that the code uses by itself, beside those of layers; `arguments` those of the block that it was made of.
+    `size_of` says that it is no tensor but a size, of what these layers made.
     """
 
     open: frozenset[str] = frozenset()
@@ -31,19 +32,24 @@ class Flowing:
     has_heads: bool = False
     is_moved: bool = False
     is_picked: bool = False
+    was_folded: bool = False
     weights: frozenset[str] = frozenset()
+    arguments: frozenset[str] = frozenset()
+    size_of: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
     """An object that can be looked at; `name` is its path from the block if it is a module in it.
 
-    A method is a plain function with the module it is bound to in `owner`; so is what `super()` gives.
+    A method is a plain function with the module it is bound to in `owner`; so is what `super()` gives. A
+    whole number knows the attributes it was made of in `made_of`, as paths from the block.
     """
 
     object: Any
     name: str = ""
     owner: Known | None = None
+    made_of: frozenset[str] = frozenset()
 
     @property
     def is_constant(self) -> bool:
@@ -76,15 +82,22 @@ def flows(values: Iterable[Value]) -> list[Flowing]:
 def union(values: Iterable[Value]) -> Flowing:
     """All histories in one; open before stream."""
     parts = flows(values)
-    opened = frozenset[str]().union(*(part.open for part in parts))
+
+    def of_all(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+        return frozenset[str]().union(*sets)
+
+    opened = of_all(part.open for part in parts)
     return Flowing(
         opened,
-        not opened and any(part.is_stream for part in parts),
-        any(part.attended for part in parts),
-        any(part.has_heads for part in parts),
-        any(part.is_moved for part in parts),
-        any(part.is_picked for part in parts),
-        frozenset[str]().union(*(part.weights for part in parts)),
+        is_stream=not opened and any(part.is_stream for part in parts),
+        attended=any(part.attended for part in parts),
+        has_heads=any(part.has_heads for part in parts),
+        is_moved=any(part.is_moved for part in parts),
+        is_picked=any(part.is_picked for part in parts),
+        was_folded=any(part.was_folded for part in parts),
+        weights=of_all(part.weights for part in parts),
+        arguments=of_all(part.arguments for part in parts),
+        size_of=of_all(part.size_of for part in parts),
     )
 
 
@@ -158,7 +171,7 @@ def attribute_of(value: Value, name: str) -> Value:
     if isinstance(value, OneOf):
         return OneOf(tuple(attribute_of(choice, name) for choice in value.choices))
     if not isinstance(value, Known):
-        return UNKNOWN if name in WITHOUT_HISTORY else union((value,))
+        return size_of(value, name) if name in WITHOUT_HISTORY else union((value,))
     found = getattr(value.object, name, _ABSENT)
     if found is _ABSENT or (name == "training" and isinstance(value.object, nn.Module)):
         return UNKNOWN  # a plan has to hold in both modes
@@ -168,12 +181,28 @@ def attribute_of(value: Value, name: str) -> Value:
         return Known(found, f"{value.name}.{name}".lstrip("."))
     if isinstance(value.object, nn.Module) and hasattr(found, "__func__"):
         return Known(found.__func__, owner=value)
-    if isinstance(found, nn.Parameter):
-        return Flowing(weights=frozenset([f"{value.name}.{name}".lstrip(".")]))
-    return UNKNOWN if isinstance(found, Tensor) else Known(found)
+    path = f"{value.name}.{name}".lstrip(".")
+    if isinstance(found, Tensor):
+        return Flowing(weights=frozenset([path])) if found.requires_grad else UNKNOWN
+    is_count = type(found) is int and (isinstance(value.object, nn.Module) or bool(value.name))
+    return Known(found, path, made_of=frozenset([path]) if is_count else frozenset())
 
 
 _ABSENT = object()
+
+
+OF_THE_STREAM = "the stream"  # in place of the layers that made a value
+
+
+def size_of(value: Value, name: str) -> Value:
+    """What a tensor tells of itself; widths of columns that will be cut are remembered, and of the stream."""
+    x = union((value,))
+    if name not in ("shape", "size", "numel") or x.has_heads:
+        return UNKNOWN
+    if x.weights:
+        return Flowing(weights=x.weights)
+    return Flowing(size_of=x.open or (frozenset([OF_THE_STREAM]) if x.is_stream else frozenset()))
+
 
 # What a tensor tells of itself beside its values.
 WITHOUT_HISTORY = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "get_seq_length", "is_cuda"}
