@@ -229,16 +229,11 @@ def test_b35_three_heads_are_dealt_two_and_one(world: Any) -> None:
     "heads, kv_heads, tp, match",
     [
         (2, 2, 4, r"degree 4 does not fit num_heads=2: each rank needs a query head"),
-        (12, 6, 4, None),
-        (6, 3, 2, None),
         (12, 3, 4, r"degree 4 cannot share num_kv_heads=3 evenly"),
     ],
 )
-def test_b35_a_cut_inside_a_group_is_refused(heads: int, kv_heads: int, tp: int, match: str | None) -> None:
+def test_b35_a_cut_inside_a_group_is_refused(heads: int, kv_heads: int, tp: int, match: str) -> None:
     model = FAMILIES["llama"].make(heads, kv_heads)
-    if match is None:
-        make_plan(model, tp)
-        return
     with pytest.raises(ValueError, match=match):
         make_plan(model, tp)
 
@@ -278,7 +273,7 @@ def different_data(rank: int) -> None:
 
 
 def test_a07_different_data_is_an_error_on_every_rank(world: Any) -> None:
-    world.raises(ValueError, "different|differ", different_data, 2)
+    world.raises(ValueError, "differ", different_data, 2)
 
 
 def called_in_every_way(rank: int) -> None:
@@ -347,7 +342,7 @@ LLAMA_FACTORY = {
 }
 
 
-def with_file(rank: int, path: str, is_filled: bool) -> float:
+def with_file(rank: int, path: str) -> float:
     import transformers  # noqa: F401
 
     family = FAMILIES["llama"]
@@ -373,13 +368,13 @@ def test_a_config_of_a_trainer_runs_once_its_autos_are_replaced(world: Any, tmp_
         "fp16.enabled",
         "bf16.enabled",
     )
-    messages = world.raises(ValueError, "auto", with_file, 4, str(path), False)
+    messages = world.raises(ValueError, "auto", with_file, 4, str(path))
     assert all(name in message for name in autos for message in messages)
     filled = {**LLAMA_FACTORY, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     filled |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
     filled["fp16"] = {**LLAMA_FACTORY["fp16"], "enabled": False}
     path.write_text(json.dumps(filled))
-    assert all(change < 0 for change in world(with_file, 4, str(path), True))
+    assert all(change < 0 for change in world(with_file, 4, str(path)))
 
 
 # -------------------------------------------------------------------------------------- memory, speed, files
@@ -428,8 +423,8 @@ def sharded_without_a_whole_model(rank: int, folder: str) -> tuple[float, float,
 
 def test_a_rank_never_holds_more_than_its_part_and_one_weight(world: Any, tmp_path: Path) -> None:
     for peak, part, largest in world(sharded_without_a_whole_model, 2, str(tmp_path)):
-        assert peak <= part + 3 * largest, "its part, a whole weight, and that weight's pieces"
-        assert part > 3 * largest
+        assert peak <= part + 2 * largest, "its part, a whole weight, and that weight's pieces"
+        assert part > 2 * largest
 
 
 def saved_and_read(rank: int, name: str, folder: str) -> None:

@@ -6,7 +6,9 @@ and shared heads that are parts, one all-reduce too many or too few.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -113,3 +115,13 @@ def test_what_cannot_be_cut_is_refused_with_its_reason(name: str) -> None:
 def test_rows_shared_by_ranks_cannot_be_normalised_head_by_head() -> None:
     with pytest.raises(ValueError, match=r"k_norm has a row for each of 2 key and value heads.*at most 2"):
         make_plan(FAMILIES["cohere"].make(8, 2), 4)
+
+
+def test_the_recorded_comparison_names_every_family() -> None:
+    """`docs/data/autotp.json` is made by labs/bench/autotp.py, which runs DeepSpeed on the same models."""
+    table = json.loads((Path(__file__).parents[1] / "docs/data/autotp.json").read_text(encoding="utf-8"))
+    assert set(table["families"]) == set(FAMILIES)
+    for peer in ("ds_lite", "deepspeed"):
+        verdicts = [row[peer]["verdict"] for row in table["families"].values()]
+        assert table["counts"][peer] == {kind: verdicts.count(kind) for kind in ("same", "wrong", "refused")}
+    assert table["counts"]["ds_lite"]["same"] == len(FAMILIES)

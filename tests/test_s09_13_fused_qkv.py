@@ -82,8 +82,7 @@ HEADS = [Heads(8, 8, 3), Heads(16, 16, 2), Heads(6, 3, 2), Heads(8, 2, 3), Heads
 
 
 def by_hand(layout: FusedLayout, heads: Heads) -> list[tuple[str, int, int]]:
-    """What each row of the whole weight is, (part, head, column), written down without the code under "
-    "test."""
+    """What each row of the whole weight is, (part, head, column), in loops of its own."""
     blocks = heads.kv if layout.blocks is None else layout.blocks
     rows = []
     for block in range(blocks):
@@ -106,6 +105,14 @@ def cases() -> list[Any]:
                         pytest.param(layout, heads, ranks, id=f"{name}-{heads.query}-{heads.kv}-{ranks}")
                     )
     return found
+
+
+def test_two_layouts_written_out() -> None:
+    assert FusedLayout().rows(Heads(4, 2, 2), 2) == (
+        ((0, 4), (8, 10), (12, 14)),
+        ((4, 8), (10, 12), (14, 16)),
+    )
+    assert FusedLayout(blocks=None).rows(Heads(4, 2, 2), 2) == (((0, 8),), ((8, 16),))
 
 
 @pytest.mark.parametrize("layout, heads, ranks", cases())

@@ -1,5 +1,4 @@
-"""Projections of which ranks share key and value rows; one that holds queries, too, becomes two parameters "
-"(§9.13)."""
+"""Projections whose key and value rows ranks share; with queries in it one becomes two parameters (§9.13)."""
 
 from __future__ import annotations
 

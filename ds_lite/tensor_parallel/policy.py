@@ -1,9 +1,9 @@
 """From a model to a plan: which weights are cut over the tensor-parallel ranks, how, and why (§9.13).
 
-Three sources speak, in this order: the user's `partition_config`, the model's own `tp_plan`, and the code of
-its blocks (`reading`). The code is always read, for it shows which layers belong together, and a plan that
-contradicts it would compute something else; how wide the parts are follows from heads and columns and never
-from a plan.
+Three sources speak, in this order: the user's `partition_config` says which regions are cut, the model's own
+`tp_plan` is named where it agrees, and the code of its blocks (`reading`) shows which layers belong together.
+A plan that contradicts the code would compute something else and is refused; how wide the parts are follows
+from heads and columns and never from a plan.
 """
 
 from __future__ import annotations

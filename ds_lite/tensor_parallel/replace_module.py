@@ -1,5 +1,4 @@
-"""DeepSpeed's names around fused weights: slicing into a given tensor, and the fused query, key, value "
-"(§9.13)."""
+"""DeepSpeed's names around fused weights: a part written into a given tensor, the fused q, k, v (§9.13)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""§9.13 Faults of AutoTP: fused weights, shared rows, norms of heads, biases, experts, ties, what is read "
-"of code."""
+"""§9.13 Faults of AutoTP: fused weights, shared rows, norms, biases, experts, ties, code that is read."""
 
 from __future__ import annotations
 

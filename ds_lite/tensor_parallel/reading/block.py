@@ -123,8 +123,7 @@ class _Reader:
         return self.flow
 
     def _ends_with(self, returned: Value) -> None:
-        """Of what a block returns only attention weights, for who asks for them, may be of this rank's "
-        "heads."""
+        """Of what a block returns only attention weights may be of this rank's heads alone."""
         self.flow.left_by = union(one for one in flows([returned]) if not one.attended).open
 
     def _code_of(self, what: Known) -> Callable[..., Any]:
@@ -320,8 +319,7 @@ class _Reader:
     # --------------------------------------------------------------------------------------- functions
 
     def _function(self, what: Known, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        """What a function or method returns, from its code; a value that goes into one without must be "
-        "whole."""
+        """What a function or method returns, from its code; what goes into one without must be whole."""
         function = unwrapped(what.object)
         tree = tree_of(function) if inspect.isfunction(function) else None
         if tree is None or len(self.running) >= _DEEPEST or self.functions.count(function) > 1:

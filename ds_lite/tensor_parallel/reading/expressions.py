@@ -147,8 +147,7 @@ class Expressions:
         return number not in (0, 1, -2, -3) and not (isinstance(node, ast.Slice) and number == -1)
 
     def _index(self, node: ast.expr) -> tuple[str, Value]:
-        """One part of an index: all of a dimension, part of it, every so many, one, a new one, or the "
-        "rest."""
+        """One part of an index: all of a dimension, part of it, every so many, one, a new one, the rest."""
         if isinstance(node, ast.Slice):
             self.caller.sized([self.value(end) for end in (node.lower, node.upper) if end is not None])
             if node.step is not None:

@@ -15,8 +15,7 @@ from ds_lite.tensor_parallel.reading.values import UNKNOWN, Known, Value, union
 def bound(
     parameters: Mapping[str, inspect.Parameter], positional: Sequence[Value], named: Mapping[str, Value]
 ) -> dict[str, Value]:
-    """Arguments by the name of their parameter; defaults where nothing is given, if all that is given is "
-    "known."""
+    """Arguments by the name of their parameter; defaults for what is not given, if all of that is known."""
     values: dict[str, Value] = {}
     left, more = list(positional), dict(named)
     is_spread = any(name.startswith("*") for name in named)
