@@ -15,14 +15,13 @@ from ds_lite.config import load_config, resolve_batch
 from ds_lite.config_keys import DSConfig
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.moe.layer import MoE, moe_layers
+from ds_lite.moe.layer import moe_layers
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.tags import tags_of
 from ds_lite.tensor_parallel.auto_tp import auto_tp, plan_of
 from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue
 from ds_lite.tensor_parallel.partition_config import config_of
-from ds_lite.tensor_parallel.sharded import ShardedLayer
 from ds_lite.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
@@ -213,8 +212,8 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
 def _cut_automatically(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
     """AutoTP for a model that knows nothing of tensor parallelism."""
     tensor = config.tensor_parallel
-    knows = any(isinstance(module, (ShardedLayer, MoE)) for module in model.modules()) or any(
-        tags_of(parameter).model == "sharded" for parameter in model.parameters()
+    knows = any(callable(getattr(module, "bind", None)) for module in model.modules()) or any(
+        tags_of(parameter).model != "full" for parameter in model.parameters()
     )
     if tensor.degree == 1 or isinstance(model, PipelineModule) or (knows and plan_of(model) is None):
         if tensor.degree > 1 and (tensor.has_plan or tensor.vocab_parallel_lm_head):
