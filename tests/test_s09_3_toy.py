@@ -231,13 +231,13 @@ def test_a_degree_that_fits_no_heads_is_refused_on_every_rank(world):
 
 
 class EntersThrice(ParallelAttention):
-    """The control: one `enter` for each projection."""
+    """The control: one `enter` for each projection, of tensors that are not the same."""
 
     def __init__(self, shape: toy.Shape) -> None:
         super().__init__(shape)
         self.query.input_is_entered = False
         for layer in (self.key, self.value):
-            layer.register_forward_pre_hook(lambda layer, args: (enter(args[0], layer.group),))
+            layer.register_forward_pre_hook(lambda layer, args: (enter(args[0].clone(), layer.group),))
 
     def forward(self, x: Tensor) -> Tensor:
         return toy.Attention.forward(self, x)
