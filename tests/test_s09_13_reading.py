@@ -341,3 +341,32 @@ def test_a_model_without_lists_is_one_block() -> None:
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Sequential has no linear layer.*\(§9.13\)"):
         make_plan(nn.Sequential(nn.Embedding(3, 4), nn.ReLU()), 2)
+
+
+class Rotated(Mixer):
+    """Rotates part of a head's width; how much is by chance the number of key and value heads."""
+
+    rotated = 2
+
+    def heads(self, x: Tensor) -> Tensor:
+        x = super().heads(x)
+        return torch.cat((x[..., : self.rotated].neg(), x[..., self.rotated :]), -1)
+
+
+class CutByHead(Mixer):
+    """The same number, but of heads."""
+
+    rotated = 2
+
+    def heads(self, x: Tensor) -> Tensor:
+        x = super().heads(x)
+        return torch.cat((x[..., : self.rotated, :, :].neg(), x[..., self.rotated :, :, :]), 1)
+
+
+def test_a_part_of_a_heads_width_is_no_number_of_heads() -> None:
+    block = Sequence(2)
+    block.mixer = Rotated(2)
+    assert cut_in(block) == (MIXER[0] | GATED[0], {"mixer.alpha", "mlp.a"})
+    block.mixer = CutByHead(2)
+    with pytest.raises(ValueError, match=r"folds heads by \S*rotated=2"):
+        cut_in(block)

@@ -84,7 +84,8 @@ class Expressions:
             for part, item in zip(target.elts, items, strict=True):
                 self._assign(part, item)
         elif isinstance(target, ast.Subscript):  # x[...] = value
-            base, index = self.value(target.value), [self._index(part) for part in _parts(target.slice)]
+            base = self.value(target.value)
+            index = self._indices(base, target.slice)
             if isinstance(base, Flowing) and self.caller.index(base, index) != base:
                 self.caller.give_up([base, value], "some of its columns are written by themselves")
             if isinstance(target.value, ast.Name):
@@ -109,7 +110,7 @@ class Expressions:
             if _is_size(base):
                 return base if self._is_last(node.slice) else UNKNOWN
             if isinstance(base, Flowing):
-                return self.caller.index(base, [self._index(part) for part in _parts(node.slice)])
+                return self.caller.index(base, self._indices(base, node.slice))
             return item_of(base, self.value(node.slice))
         if isinstance(node, ast.BinOp):
             return self._combined(node.op, self.value(node.left), self.value(node.right))
@@ -146,10 +147,19 @@ class Expressions:
         number = value.object if isinstance(value, Known) else None
         return number not in (0, 1, -2, -3) and not (isinstance(node, ast.Slice) and number == -1)
 
+    def _indices(self, base: Value, node: ast.expr) -> list[tuple[str, Value]]:
+        """The parts of an index; what it takes of a head's width is no size that a cut changes."""
+        parts = [self._index(part) for part in _parts(node)]
+        is_of_last = len(parts) > 3 or any(kind == "..." for kind, _ in parts[:-1])
+        is_of_width = isinstance(base, Flowing) and base.has_heads and is_of_last
+        for part in _parts(node)[: -1 if is_of_width else None]:
+            if isinstance(part, ast.Slice):
+                self.caller.sized([self.value(end) for end in (part.lower, part.upper) if end is not None])
+        return parts
+
     def _index(self, node: ast.expr) -> tuple[str, Value]:
         """One part of an index: all of a dimension, part of it, every so many, one, a new one, the rest."""
         if isinstance(node, ast.Slice):
-            self.caller.sized([self.value(end) for end in (node.lower, node.upper) if end is not None])
             if node.step is not None:
                 return "stepped", UNKNOWN
             return ("all" if node.lower is None and node.upper is None else "part"), UNKNOWN
