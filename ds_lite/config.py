@@ -124,10 +124,6 @@ def _not_built(config: DSConfig) -> list[str]:
             "tensor_parallel.tp.mpu and tp.tp_group are not read; pass initialize(mpu=...) (§9.7)",
         ),
         (tensor.tp_overlap_comm, not_yet("tensor_parallel.tp_overlap_comm=true", "write false", "§9.15")),
-        (
-            config.sequence_parallel_size > 1,
-            not_yet(f"sequence_parallel_size={config.sequence_parallel_size}", "write 1", "§9.5"),
-        ),
         (config.expert_parallel.enabled, not_yet("expert_parallel.enabled=true", "write false", "§9.4")),
         (
             bool(config.compile.passes),

@@ -146,8 +146,10 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     return _mapped(value, lambda item: cast_floats(item, dtype))
 
 
-def different_data(value: Any, group: ProcessGroup, ranks: Sequence[int]) -> ValueError | None:
-    """The error to raise if the ranks of a tensor-parallel group do not hold the same tensors; else None.
+def different_data(
+    value: Any, group: ProcessGroup, ranks: Sequence[int], *, axis: str = "tensor"
+) -> ValueError | None:
+    """The error to raise if the ranks of a tensor- or sequence-parallel group hold other tensors; else None.
 
     Communication: one all-gather of 32 bytes a rank over the group.
     """
@@ -164,7 +166,7 @@ def different_data(value: Any, group: ProcessGroup, ranks: Sequence[int]) -> Val
     if all(torch.equal(row, everyone[:32]) for row in everyone.view(-1, 32)):
         return None
     return ValueError(
-        f"the tensor-parallel ranks {list(ranks)} got different data in their first batch, but they compute "
+        f"the {axis}-parallel ranks {list(ranks)} got different data in their first batch, but they compute "
         f"parts of one result; feed all of them the same, e.g. with a sampler over the data-parallel rank "
         f"(§9.3)"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from ds_lite.moe.layer import give_clock
 from ds_lite.precision import LossScaler, compute_dtype
 from ds_lite.reporting import skip_line, step_line, times
 from ds_lite.saving import LoadOptions, load_checkpoint, save_checkpoint, save_whole_model
+from ds_lite.sequence.auto_sp import SequenceParallel
+from ds_lite.sequence.models import Kind
 
 
 class Engine:
@@ -80,6 +82,7 @@ class Engine:
             module.named_parameters(), buckets, waits_in_backward=grid.exchanges_tokens
         )
         self.gradients.loss_scale = self.scaler.scale
+        self.sequence: SequenceParallel | None = None
         self.clock = Clock(config.seed)
         give_clock(module, self.clock)
         self.trace = trace.current()
@@ -100,7 +103,15 @@ class Engine:
         if not self._has_compared_data:
             self._compare_data((inputs, kwargs))
         self._tell_time(self._accumulated)
+        if self.sequence is not None:
+            return self.sequence(*inputs, **kwargs)
         return self.module(*inputs, **kwargs)
+
+    def spread_sequences(self, kind: Kind) -> None:
+        """From now on `forward` takes whole sequences and gives each rank of the seq axis its tokens."""
+        self.sequence = SequenceParallel(self.module, self.grid.group("seq"), kind)
+        if self.global_rank == 0:
+            print(f"ds_lite: {self.sequence}", flush=True)
 
     def _tell_time(self, micro_batch: int) -> None:
         """Which micro-batch of this replica the layers work on next."""
@@ -128,7 +139,8 @@ class Engine:
         if is_last:
             self.gradients.start_early()
         if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
-            torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
+            with nullcontext() if self.sequence is None else self.sequence.backward():
+                torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
         self.gradients.collect()
         self._has_backward, self._has_reduced = True, False
         if is_last:

@@ -38,7 +38,13 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
         _check_degree(grid.size("model"), config)
         return grid
     topology = _topology_of(model, config)
-    _check_axes({axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}, config)
+    sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}
+    if isinstance(model, PipelineModule) and max(sizes["seq"], config.sequence_parallel_size) > 1:
+        raise ValueError(
+            f"a PipelineModule whose sequences are spread over {max(sizes['seq'], config.sequence_parallel_size)} "
+            f"ranks is not yet built into ds_lite; use the axes pipe, data and model, or a plain module (§9.14)"
+        )
+    _check_axes(sizes, config)
     grid = PipelineParallelGrid(topology)
     if mpu is not None:
         raise_together(mpu_fault(mpu, grid))  # it may be wrong on some ranks only
@@ -49,7 +55,7 @@ def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
     """The module's own topology, or pipe x data x model with the degree that the config names."""
     degree = config.tensor_parallel.degree
     if not isinstance(model, PipelineModule):
-        return _three_axes(num_stages=1, degree=degree)
+        return _axes_of(num_stages=1, sp=config.sequence_parallel_size, degree=degree)
     topology = model.topology()
     if degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given:
         return topology
@@ -58,27 +64,34 @@ def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
             f"tensor_parallel asks for {degree} ranks and the PipelineModule's topology has "
             f"model={topology.get_dim('model')}; make them equal, or give the module num_stages alone (§9.3)"
         )
-    wider = _three_axes(model.num_stages, degree)
+    wider = _axes_of(model.num_stages, 1, degree)
     model.take_topology(wider)
     return wider
 
 
-def _three_axes(num_stages: int, degree: int) -> ProcessTopology:
-    world_size = comm.get_world_size()
-    if world_size % (num_stages * degree):
+def _axes_of(num_stages: int, sp: int, degree: int) -> ProcessTopology:
+    """Stages, then replicas, then the ranks of a sequence, then tensor-parallel neighbours."""
+    world_size, one_replica = comm.get_world_size(), num_stages * sp * degree
+    if world_size % one_replica:
         raise ValueError(
-            f"world size {world_size} is not divisible by {num_stages} stages * {degree} tensor-parallel "
-            f"ranks; start a multiple of {num_stages * degree} processes or change one of them (§9.3)"
+            f"world size {world_size} is not divisible by {num_stages} stages * {sp} sequence-parallel "
+            f"ranks * {degree} tensor-parallel ranks; start a multiple of {one_replica} processes or change "
+            f"one of them ({'§9.14' if sp > 1 else '§9.3'})"
         )
-    replicas = world_size // (num_stages * degree)
+    replicas = world_size // one_replica
+    if sp > 1:
+        return ProcessTopology(["pipe", "data", "seq", "model"], [num_stages, replicas, sp, degree])
     if degree == 1:
         return PipeDataParallelTopology(num_pp=num_stages, num_dp=replicas)
     return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=degree, num_dp=replicas)
 
 
 def _check_axes(sizes: Mapping[str, int], config: DSConfig) -> None:
-    if sizes["seq"] > 1:
-        raise ValueError(f"axis seq={sizes['seq']} is not yet supported; use pipe, data and model (§9.11)")
+    if sizes["seq"] != config.sequence_parallel_size != 1:
+        raise ValueError(
+            f"sequence_parallel_size={config.sequence_parallel_size} in the config, but {sizes['seq']} "
+            "ranks share a sequence; make them equal, or remove the key (§9.14)"
+        )
     if config.data_parallel_size not in (None, sizes["data"]):
         raise ValueError(
             f"data_parallel_size={config.data_parallel_size} in the config, but the ranks form "
@@ -126,6 +139,11 @@ def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSC
     layers = list(moe_layers(model))
     for layer in layers:
         layer.configure(config)
+    if layers and grid.size("seq") > 1:
+        raise ValueError(
+            f"MoE layers with {grid.size('seq')} ranks for a sequence are not yet built into ds_lite; write "
+            f"sequence_parallel_size=1 (§9.14)"
+        )
     if not raise_together(None, anyone=bool(layers)):
         return
     asked: list[Any] = [None] * comm.get_world_size()  # another stage may have other layers
@@ -263,7 +281,7 @@ def tp_model_init(
     comm.init_distributed(verbose=False)
     block = {**(config or {}), "tp_size": tp_size}
     checked = load_config({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": block})
-    grid = PipelineParallelGrid(_three_axes(1, checked.tensor_parallel.degree))
+    grid = PipelineParallelGrid(_axes_of(1, 1, checked.tensor_parallel.degree))
     model.to(comm.device_of_this_rank(), dtype)
     make_replicas_equal(state_of(model), grid)
     bind_layers(model, grid, checked)

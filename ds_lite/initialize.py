@@ -39,6 +39,7 @@ from ds_lite.optimizers import (
 from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.precision import compute_dtype
+from ds_lite.sequence.models import Kind, kind_of
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -80,6 +81,7 @@ def initialize(
     dtype = compute_dtype(checked)
     check_optimizer(optimizer, checked)
     checked = with_degree_of_model(model, checked)
+    kind = _kind(model, checked)
     grid = form_grid(model, checked, mpu)
     model.to(comm.device_of_this_rank(), dtype)
     form_expert_groups(model, grid, checked)
@@ -87,6 +89,8 @@ def initialize(
     bind_layers(model, grid, checked)
     made = _optimizer(model, grid, optimizer, model_parameters, checked)
     engine = _make_engine(model, grid, checked, made)
+    if kind is not None:
+        engine.spread_sequences(kind)
     engine.lr_scheduler = _together(lambda: make_scheduler(lr_scheduler, made, checked, engine.takes_metrics))
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
@@ -129,6 +133,13 @@ def _make_engine(
     if config.pipeline.activation_checkpoint_interval > 0:
         model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
     return PipelineEngine(model, grid, config, optimizer)
+
+
+def _kind(model: nn.Module, config: DSConfig) -> Kind | None:
+    """How the model's sequences can be cut, if the config asks for it; the same on all ranks."""
+    if config.sequence_parallel_size == 1 or isinstance(model, PipelineModule):
+        return None
+    return kind_of(model)
 
 
 def _the_one_config(args: Any, config: Config | None, config_params: Config | None) -> Config:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_lite.sequence.context import first_token
+
 _STD = 0.02  # of initial weights, as in GPT-2
 
 
@@ -98,7 +100,8 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.context, shape.width).normal_(std=_STD))  # (T, H)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
+        start = first_token()  # 0, unless the sequence is spread over ranks
+        return x + self.weight[start : start + x.shape[1]]
 
 
 class Attention(nn.Module):

@@ -19,7 +19,7 @@ from ds_lite.module_inject.tp_shard import AutoTPMeta, get_shard_size, get_shard
 from tolerance import EXACT, assert_close, differs
 from torch import Tensor, nn
 
-from ds_lite.tensor_parallel.dealing import deal_by_grain, repeated
+from ds_lite.dealing import deal_by_grain, repeated
 from ds_lite.tensor_parallel.fused_qkv import FusedLayout, Heads, attention_layout, put_back, strided_copy
 
 GOLDEN = Path(__file__).parent / "golden"

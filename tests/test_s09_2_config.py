@@ -304,7 +304,6 @@ def test_something_other_than_a_config_is_a_type_error(config):
             "injection_policy_tuple is not read.*partition_config",
         ),
         ({"tensor_parallel": {"tp_overlap_comm": True}}, "tp_overlap_comm=true is not yet"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 is not yet"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=true is not yet"),
         ({"compile": {"passes": ["z1"]}}, r"compile.passes=\['z1'\] is not yet"),
     ],
@@ -316,7 +315,7 @@ def test_what_is_not_built_is_understood_and_then_refused(config, message):
 
 
 def test_what_is_off_or_built_is_not_refused():
-    off = {"fp16": {"enabled": False}, "sequence_parallel_size": 1, "compile": {}}
+    off = {"fp16": {"enabled": False}, "sequence_parallel_size": 2, "compile": {}}
     for on in ({"tensor_parallel": {"tp_size": 2}}, {"zero_optimization": {"stage": 2}}):
         assert refuse_what_is_not_built(load_config(off | on)) is None
     for on in ({"bf16": {"enabled": True}}, {"bfloat16": {"enabled": True}}, {"fp16": {"enabled": True}}):

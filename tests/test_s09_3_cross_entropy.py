@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_lite import comm
+from ds_lite.dealing import side_by_side
 from ds_lite.tensor_parallel import VocabParallelCrossEntropy, deal, vocab_parallel_cross_entropy
-from ds_lite.tensor_parallel.dealing import side_by_side
 
 F64 = torch.float64
 BATCH, TOKENS, VOCABULARY, IGNORED = 2, 5, 11, -100

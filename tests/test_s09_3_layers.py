@@ -551,7 +551,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize(
     "case, match",
     [
-        ("too narrow", r"2 tensor-parallel ranks exceed the 1 units"),
+        ("too narrow", r"2 ranks exceed the 1 units"),
         ("whole input", r"got 4 input columns; it takes the 2 of this rank"),
         ("uncovered", r"do not cover dim 0 of a parameter of shape \(8, 3\)"),
         ("heads", r"degree 2 does not fit num_heads=1"),

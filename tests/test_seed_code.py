@@ -12,7 +12,6 @@ import inspect
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -203,13 +202,28 @@ def test_the_topology_of_9_11_gives_the_numbers_of_the_chapter() -> None:
     assert len(lists) == 8 and lists[:3] == [[0, 2, 4], [1, 3, 5], [6, 8, 10]]
 
 
-def test_the_json_of_9_5_is_understood_and_refused_in_words_until_it_is_built() -> None:
-    from ds_lite.config import load_config, refuse_what_is_not_built
+def run_json_9_5(rank: int) -> list[float]:
+    """The chapter's one key, and a model that knows nothing of it: four ranks share each sequence."""
+    import ds_lite
 
-    config = load_config({"train_batch_size": 8, **json.loads(JSON_9_5)})
-    assert not config.unused
-    with pytest.raises(ValueError, match="sequence_parallel_size=4 is not yet"):
-        refuse_what_is_not_built(config)
+    model = toy.GPT(toy.Shape(width=24, num_heads=4, num_blocks=2, context=8, vocabulary=19))
+    settings = {"train_batch_size": 2, **json.loads(JSON_9_5)}
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = ds_lite.initialize(model=model, config=settings)
+    assert engine.grid.get_sequence_parallel_world_size() == 4
+    ids = torch.randint(19, (2, 9), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for _ in range(3):
+        loss = toy.loss_fn(engine(ids[:, :-1]), ids[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_json_of_9_5_trains(world: Any) -> None:
+    results = world(run_json_9_5, 4)
+    assert all(losses == results[0] for losses in results) and results[0][-1] < results[0][0]
 
 
 SMALL_GPT = toy.Shape(width=24, num_heads=4, num_blocks=2, context=8, vocabulary=19)

@@ -19,8 +19,8 @@ from torch.autograd import Function
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import side_by_side
 from ds_lite.tags import Cut
-from ds_lite.tensor_parallel.dealing import side_by_side
 from ds_lite.tensor_parallel.regions import is_alone
 
 

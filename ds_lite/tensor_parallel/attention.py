@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ds_lite.comm import ProcessGroup
-from ds_lite.tensor_parallel.dealing import Range
+from ds_lite.dealing import Range
 from ds_lite.tensor_parallel.fused_qkv import Heads
 from ds_lite.tensor_parallel.heads import KV_HEADS, QUERY_HEADS
 from ds_lite.tensor_parallel.regions import enter

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import Ranges, repeated
 from ds_lite.tags import Cut, tag
 from ds_lite.tensor_parallel.attention import BIASES, cut_biases, enter_arguments, keep_heads
-from ds_lite.tensor_parallel.dealing import Ranges, repeated
 from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue, SharedRows
 from ds_lite.tensor_parallel.kinds import holds_linears, is_linear
 from ds_lite.tensor_parallel.layers import (

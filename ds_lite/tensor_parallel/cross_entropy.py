@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import deal_evenly, side_by_side
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.tensor_parallel.dealing import deal_evenly, side_by_side
 from ds_lite.tensor_parallel.regions import is_alone
 
 Reduction = Literal["mean", "sum", "none"]

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import Range, Ranges
 from ds_lite.tags import Cut, cut, cut_of, tag, whole
-from ds_lite.tensor_parallel.dealing import Range, Ranges
 from ds_lite.tensor_parallel.fused_qkv import FusedLayout, Heads, put_back, strided_copy
 from ds_lite.tensor_parallel.regions import enter
 from ds_lite.tensor_parallel.sharded import ShardedLayer

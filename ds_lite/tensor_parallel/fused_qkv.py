@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from ds_lite.tensor_parallel.dealing import HeadDeal, Range, Ranges, deal_heads
+from ds_lite.dealing import HeadDeal, Range, Ranges, deal_heads
 
 
 @dataclass(frozen=True)

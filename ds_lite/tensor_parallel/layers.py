@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import Ranges, deal_evenly, deal_heads, side_by_side
 from ds_lite.tags import Cut, mark_cut, tag
-from ds_lite.tensor_parallel.dealing import Ranges, deal_evenly, deal_heads, side_by_side
 from ds_lite.tensor_parallel.regions import enter, gather, leave
 from ds_lite.tensor_parallel.sharded import Dealing, ShardedLayer, cut_once
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ds_lite.tensor_parallel.dealing import Ranges, deal_by_grain, query_columns, repeated
+from ds_lite.dealing import Ranges, deal_by_grain, query_columns, repeated
 from ds_lite.tensor_parallel.fused_qkv import mlp_layout
 from ds_lite.tensor_parallel.heads import heads_of
 from ds_lite.tensor_parallel.kinds import features

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from ds_lite.tensor_parallel.dealing import Range, Ranges
+from ds_lite.dealing import Range, Ranges
 from ds_lite.tensor_parallel.fused_qkv import FusedLayout, Heads
 from ds_lite.tensor_parallel.kinds import is_conv1d
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from ds_lite.dealing import deal_by_grain
 from ds_lite.tensor_parallel.checks import check_dropout, check_numbers
-from ds_lite.tensor_parallel.dealing import deal_by_grain
 from ds_lite.tensor_parallel.heads import changing_numbers, head_width, is_per_head
 from ds_lite.tensor_parallel.kinds import features, holds_linears, is_linear, is_stack_of_experts
 from ds_lite.tensor_parallel.partition_config import AutoTPConfig, PartitionType

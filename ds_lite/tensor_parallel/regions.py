@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import Ranges
 from ds_lite.tags import Cut
-from ds_lite.tensor_parallel.dealing import Ranges
 
 
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:

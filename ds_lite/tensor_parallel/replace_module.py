@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
-from ds_lite.tensor_parallel.dealing import deal_evenly, repeated
+from ds_lite.dealing import deal_evenly, repeated
 from ds_lite.tensor_parallel.fused_qkv import Heads, attention_layout, strided_copy
 from ds_lite.tensor_parallel.tp_shard import AutoTPMeta
 

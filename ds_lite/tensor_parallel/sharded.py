@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.dealing import Ranges
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.tags import Cut, cut, cut_of
-from ds_lite.tensor_parallel.dealing import Ranges
 from ds_lite.tensor_parallel.kinds import is_conv1d
 
 Dealing = Callable[[int], Ranges]  # how a dimension is dealt over so many ranks

@@ -1,4 +1,4 @@
-"""How one dimension is dealt over the ranks of a tensor-parallel group (§9.3 §9.13).
+"""How one dimension is dealt over the ranks of a group: columns, heads, tokens (§9.3 §9.13 §9.14).
 
 Nothing here knows torch: a deal is numbers. It cuts between units only, and a unit is what must stay whole: a
 column, a head, or a group of query heads with the key and value head they share.
@@ -32,8 +32,8 @@ def deal(total: int, ranks: int, *, unit: int = 1, what: str = "width") -> list[
         )
     if units < ranks:
         raise ValueError(
-            f"{ranks} tensor-parallel ranks exceed the {units} units of {what}={total}, unit={unit}; each "
-            f"rank needs one, choose at most {units} ranks (§9.3)"
+            f"{ranks} ranks exceed the {units} units of {what}={total}, unit={unit}; each rank needs one, "
+            f"choose at most {units} ranks (§9.3)"
         )
     return [(units // ranks + (rank < units % ranks)) * unit for rank in range(ranks)]
 
@@ -96,12 +96,21 @@ class HeadDeal:
     kv_is_replicated: bool
 
 
-def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> HeadDeal:
+def deal_heads(
+    num_heads: int,
+    num_kv_heads: int,
+    ranks: int,
+    *,
+    what: str = "tensor-parallel degree",
+    section: str = "§9.3",
+) -> HeadDeal:
     """Deal attention heads so that each rank has the key and value heads that its query heads read.
 
     A kv group is one kv head and the `num_heads / num_kv_heads` query heads that share it. Up to one rank per
     kv head, whole groups are dealt, the first ranks one more. Beyond that, each kv head goes to
     `ranks / num_kv_heads` neighbours, which deal its query heads among them.
+
+    Refusals say `what` the ranks are, and name a `section`.
 
     Raises: ValueError if the query heads are not whole kv groups, if there are more ranks than query heads,
     or if there are more ranks than kv heads and not the same number of ranks for each.
@@ -115,7 +124,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> HeadDeal:
     Source: §9.3; DeepSpeed `module_inject/tp_shard.py::get_shard_size` @ 0.19.8.
     Differs: DeepSpeed gives ranks beyond the kv heads no columns of k and v; here they hold a copy.
     """
-    _check_heads(num_heads, num_kv_heads, ranks)
+    _check_heads(num_heads, num_kv_heads, ranks, what, section)
     group = num_heads // num_kv_heads  # query heads for each kv head
     if ranks <= num_kv_heads:
         kv = [ranges[0] for ranges in side_by_side(deal(num_kv_heads, ranks))]
@@ -126,26 +135,24 @@ def deal_heads(num_heads: int, num_kv_heads: int, ranks: int) -> HeadDeal:
     return HeadDeal(tuple(query), tuple(kv), True)
 
 
-def _check_heads(num_heads: int, num_kv_heads: int, ranks: int) -> None:
+def _check_heads(num_heads: int, num_kv_heads: int, ranks: int, what: str, section: str) -> None:
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         divisors = [count for count in range(1, num_heads + 1) if num_heads % count == 0]
         raise ValueError(
             f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; every kv head serves "
-            f"equally many query heads, choose num_kv_heads from {divisors} (§9.3)"
+            f"equally many query heads, choose num_kv_heads from {divisors} ({section})"
         )
     working = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or n % num_kv_heads == 0]
     if ranks in working:
         return
     if not 1 <= ranks <= num_heads:
-        problem = (
-            f"tensor-parallel degree {ranks} does not fit num_heads={num_heads}: each rank needs a query head"
-        )
+        problem = f"{what} {ranks} does not fit num_heads={num_heads}: each rank needs a query head"
     else:
         problem = (
-            f"tensor-parallel degree {ranks} cannot share num_kv_heads={num_kv_heads} evenly: a rank's query "
-            f"heads would need parts of two kv groups"
+            f"{what} {ranks} cannot share num_kv_heads={num_kv_heads} evenly: a rank's query heads would "
+            f"need parts of two kv groups"
         )
-    raise ValueError(f"{problem}; choose a degree from {working} (§9.3)")
+    raise ValueError(f"{problem}; choose a degree from {working} ({section})")
 
 
 def query_columns(num_heads: int, num_kv_heads: int, head_width: int, ranks: int) -> Ranges:

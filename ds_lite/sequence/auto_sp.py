@@ -1,0 +1,181 @@
+"""`sequence_parallel_size` in the config, and nothing else: a model on sequences that are spread over ranks
+(§9.14).
+
+Every rank of a seq group calls the engine with the same whole batch. Each takes its tokens, the attention
+exchanges (`routes.py`), everything else works on tokens one by one. Where the sequence is cut depends on
+the model:
+
+    tokens   models of tokens, at the batch; the loss is computed here, from each rank's logits
+    blocks   models that make their own tokens (images), or look at some tokens only (a pooler, a classifier):
+             whole before the first block and after the last
+
+What comes back is what one process has: the loss of all tokens, or whole outputs.
+
+Legend: B micro-batch, T tokens, V vocabulary; sp ranks in the group.
+
+Source: §9.5 §9.14; DeepSpeed `sequence/auto_sp.py`, `runtime/sequence_parallel/ulysses_sp.py` @ 0.19.8.
+Differs: DeepSpeed's key wraps nothing; its `auto_wrap_model_for_sp` skips language models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_lite import comm
+from ds_lite.agreement import raise_together
+from ds_lite.comm import ProcessGroup
+from ds_lite.data import different_data
+from ds_lite.sequence.batches import Cut, cut_batch
+from ds_lite.sequence.blocks import CutAtBlocks
+from ds_lite.sequence.context import Context
+from ds_lite.sequence.data import Part, sequence_loss
+from ds_lite.sequence.models import Kind, kind_of
+from ds_lite.sequence.routes import rerouted_sdpa
+from ds_lite.sequence.whole import gather_tokens
+
+
+class SequenceParallel:
+    """One model on one seq group: the forward of whole batches, and what backward needs around it.
+
+    Raises: ValueError for a model whose attention cannot be reached.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, kind: Kind | None = None) -> None:
+        self.model, self.group = model, group
+        self.kind = kind or kind_of(model)
+        self.context = Context(group)
+        self._blocks = CutAtBlocks(model, self.context) if self.kind.cut == "blocks" else None
+        self._has_compared = False
+        self._hits: dict[tuple[bool, bool], int] = {}  # attentions by direction and mode, as first seen
+
+    def __str__(self) -> str:
+        where = "at the batch" if self.kind.cut == "tokens" else "before the first block"
+        ranks = comm.get_world_size(self.group)
+        return (
+            f"sequences of {type(self.model).__name__} are cut over {ranks} ranks {where}; its attention is "
+            f"reached through {self.kind.route}"
+        )
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model on a whole batch.
+
+        Returns what the model returns. With `labels` for each token, its `loss` is that of all tokens, and
+        its logits are this rank's (B, T/sp, V); without them outputs (B, T/sp, ...) come back whole.
+
+        Communication: one all-reduce of a few numbers; two exchanges for each attention; with labels one
+        all-reduce of the loss, else all-gathers of the outputs.
+        Raises: ValueError, on every rank, for what cannot be cut, and for ranks with different batches.
+        """
+        batch = self._agreed(by_name(self.model, inputs, named))
+        self.context.set_micro_batch(batch.part, batch.padding, batch.positions)
+        with self._running(is_backward=False):
+            outputs = self.model(**batch.inputs)
+        if batch.part is None:
+            return outputs
+        if batch.labels is None:
+            return self._whole(outputs, batch.part)
+        loss = sequence_loss(outputs.logits, batch.labels, self.group, num_valid=batch.num_valid)
+        return _with_loss(outputs, loss)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of a loss that this made: recomputed attentions exchange too."""
+        if self._blocks is not None:
+            self._blocks.resume()
+        with self._running(is_backward=True):
+            yield
+
+    @contextmanager
+    def _running(self, *, is_backward: bool) -> Iterator[None]:
+        with self.context.open(is_backward=is_backward), rerouted_sdpa(self.context):
+            yield
+        self._check_hits(is_backward)
+
+    def _check_hits(self, is_backward: bool) -> None:
+        """As many attentions as the first time: one that was missed works on this rank's tokens alone."""
+        hits = self.context.hits
+        if not is_backward and hits == 0:
+            raise ValueError(
+                f"{type(self.model).__name__} ran and no attention went through an exchange, so each rank's "
+                "tokens saw only each other; call F.scaled_dot_product_attention, use "
+                "DistributedAttention, or remove sequence_parallel_size (§9.14)"
+            )
+        first = self._hits.setdefault((is_backward, self.model.training), hits)
+        if hits != first:
+            raise RuntimeError(
+                f"{hits} attentions were exchanged in {'backward' if is_backward else 'forward'}, the first "
+                f"time {first}; some attention went another way (§9.14)"
+            )
+
+    def _agreed(self, given: Mapping[str, Any]) -> Cut:
+        """What this rank runs, once all ranks know that they were given the same."""
+        cut, error = None, None
+        try:
+            cut = cut_batch(given, self.kind, comm.get_rank(self.group), comm.get_world_size(self.group))
+        except (ValueError, TypeError) as refusal:
+            error = refusal
+        sizes = dict.fromkeys(("tokens", "samples", "labels"), 0) if cut is None else cut.sizes
+        raise_together(error, self.group, anyone=False, **sizes)
+        assert cut is not None
+        if cut.is_from_loader:
+            return cut.completed(self.group)
+        if not self._has_compared:
+            self._has_compared = True
+            ranks = range(comm.get_world_size(self.group))
+            raise_together(different_data(dict(given), self.group, ranks, axis="sequence"), self.group)
+        return cut
+
+    def _whole(self, outputs: Any, part: Part) -> Any:
+        """Outputs with all tokens."""
+        if isinstance(outputs, Tensor) and outputs.dim() == 0:
+            raise ValueError(
+                f"{type(self.model).__name__} gives one number, made of this rank's tokens alone; return "
+                "its outputs and compute the loss of them, or let the model be one of transformers' (§9.14)"
+            )
+        here = part.lengths[part.rank]
+
+        def whole(x: Tensor) -> Tensor:
+            is_part = x.dim() >= 2 and x.shape[1] == here
+            return gather_tokens(x, part, self.group) if is_part else x
+
+        return mapped(outputs, whole)
+
+
+def by_name(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by their names."""
+    bound = inspect.signature(model.forward).bind_partial(*inputs)
+    return {**bound.arguments, **named}
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A nested output with `function` applied to its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)(**{key: mapped(item, function) for key, item in value.items()})
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(item, function) for item in value)
+    return value
+
+
+def _with_loss(outputs: Any, loss: Tensor) -> Any:
+    """The model's output with the loss in it; first, as its own loss would be."""
+    return type(outputs)(**{"loss": loss, **{key: value for key, value in outputs.items() if key != "loss"}})
+
+
+def auto_wrap_model_for_sp(model: nn.Module, process_group: ProcessGroup) -> SequenceParallel:
+    """The model as something that is called with whole batches; `initialize` does this by itself.
+
+    A loss that comes back needs its backward inside `backward()` if the model recomputes activations, and the
+    mean of the ranks' gradients afterwards.
+
+    Source: §9.14; DeepSpeed `sequence/auto_sp.py::auto_wrap_model_for_sp` @ 0.19.8.
+    Differs: works on language models; returns the wrapped model instead of changing the vision encoder
+    inside.
+    """
+    return SequenceParallel(model, process_group)
