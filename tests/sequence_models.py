@@ -40,7 +40,7 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
                 nn.init.normal_(parameter, mean=0.5, std=0.2)
             else:
                 nn.init.normal_(parameter, std=0.3)
-    return model.eval() if False else model.train()
+    return model.train()
 
 
 def hf(class_name: str, config_name: str, **settings: Any) -> Callable[[int, int], nn.Module]:

@@ -112,11 +112,8 @@ QUICK = [
 
 
 def full_cross() -> list[tuple[Any, ...]]:
-    return [
-        (name, *((8, 4) if name not in HEADS else (HEADS[name][0], HEADS[name][0])), 11, sp, dp, zero, 1)
-        for name, sp, dp, zero in itertools.product(MODELS, (2, 3, 4), (1, 2), (0, 1, 2))
-        if sp * dp <= 8 and not (name not in HEADS and sp == 3 and False)
-    ]
+    cases = itertools.product(MODELS, (2, 3, 4), (1, 2), (0, 1, 2))
+    return [(name, *HEADS.get(name, (8, 4)), 11, sp, dp, zero, 1) for name, sp, dp, zero in cases]
 
 
 def run(world: Any, case: tuple[Any, ...]) -> None:
