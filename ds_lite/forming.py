@@ -39,10 +39,11 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
         return grid
     topology = _topology_of(model, config)
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}
-    if isinstance(model, PipelineModule) and max(sizes["seq"], config.sequence_parallel_size) > 1:
+    sp = max(sizes["seq"], config.sequence_parallel_size)
+    if isinstance(model, PipelineModule) and sp > 1:
         raise ValueError(
-            f"a PipelineModule whose sequences are spread over {max(sizes['seq'], config.sequence_parallel_size)} "
-            f"ranks is not yet built into ds_lite; use the axes pipe, data and model, or a plain module (§9.14)"
+            f"a PipelineModule whose sequences are spread over {sp} ranks is not yet built into ds_lite; use "
+            f"the axes pipe, data and model, or a plain module (§9.14)"
         )
     _check_axes(sizes, config)
     grid = PipelineParallelGrid(topology)

@@ -35,6 +35,7 @@ from ds_lite.sequence.blocks import CutAtBlocks
 from ds_lite.sequence.context import Context
 from ds_lite.sequence.data import Part, sequence_loss
 from ds_lite.sequence.models import Kind, kind_of
+from ds_lite.sequence.probe import evaluating, fault_of, few_tokens, few_tokens_of_all
 from ds_lite.sequence.routes import rerouted_sdpa
 from ds_lite.sequence.whole import gather_tokens
 
@@ -50,7 +51,7 @@ class SequenceParallel:
         self.kind = kind or kind_of(model)
         self.context = Context(group)
         self._blocks = CutAtBlocks(model, self.context) if self.kind.cut == "blocks" else None
-        self._has_compared = False
+        self._has_compared = self._has_probed = False
         self._hits: dict[tuple[bool, bool], int] = {}  # attentions by direction and mode, as first seen
 
     def __str__(self) -> str:
@@ -71,7 +72,10 @@ class SequenceParallel:
         all-reduce of the loss, else all-gathers of the outputs.
         Raises: ValueError, on every rank, for what cannot be cut, and for ranks with different batches.
         """
-        batch = self._agreed(by_name(self.model, inputs, named))
+        given = by_name(self.model, inputs, named)
+        batch = self._agreed(given)
+        if not self._has_probed:
+            self._probe(given, batch)
         self.context.set_micro_batch(batch.part, batch.padding, batch.positions)
         with self._running(is_backward=False):
             outputs = self.model(**batch.inputs)
@@ -111,6 +115,23 @@ class SequenceParallel:
                 f"{hits} attentions were exchanged in {'backward' if is_backward else 'forward'}, the first "
                 f"time {first}; some attention went another way (§9.14)"
             )
+
+    def _probe(self, given: Mapping[str, Any], batch: Cut) -> None:
+        """Refuse a model that is not, on parts of a few tokens, what it is on the whole of them."""
+        self._has_probed = True
+        if batch.is_from_loader:
+            assert batch.part is not None
+            few = few_tokens_of_all(given, batch.part, self.group)
+        else:
+            few = few_tokens(given, batch.sizes["tokens"], batch.sizes["samples"], self.group)
+        alone = cut_batch(few, self.kind, 0, 1)
+        mine = cut_batch(few, self.kind, comm.get_rank(self.group), comm.get_world_size(self.group))
+        with evaluating(self.model):
+            whole = self.model(**alone.inputs)
+            self.context.set_micro_batch(mine.part, mine.padding, mine.positions)
+            with self._running(is_backward=False):
+                spread = self.model(**mine.inputs)
+        raise_together(fault_of(self.model, whole, spread, mine.part), self.group)
 
     def _agreed(self, given: Mapping[str, Any]) -> Cut:
         """What this rank runs, once all ranks know that they were given the same."""

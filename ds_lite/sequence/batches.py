@@ -61,7 +61,8 @@ def cut_batch(given: Mapping[str, Any], kind: Kind, sp_rank: int, sp_size: int) 
     nothing to the engine.
     """
     if kind.cut == "blocks":
-        return Cut(dict(given), None, _sizes(0, given))
+        ids = given.get("input_ids")
+        return Cut(dict(given), None, _sizes(int(ids.shape[1]) if isinstance(ids, Tensor) else 0, given))
     if not kind.is_transformers:
         return _of_any_model(given, kind, sp_rank, sp_size)
     for name, harmless in (("num_items_in_batch", None), ("logits_to_keep", 0)):
@@ -149,7 +150,7 @@ def _own(name: str, x: Any, samples: int, part: Part) -> Any:
 
 
 def _sizes(total: int, given: Mapping[str, Any]) -> dict[str, int]:
-    """What has to be equal on all ranks of the group."""
+    """What has to be equal on all ranks of the group; `total` is 0 where nothing says it."""
     first = next((x for x in given.values() if isinstance(x, Tensor) and x.dim()), None)
     samples = 0 if first is None else int(first.shape[0])
     return {"tokens": total, "samples": samples, "labels": int(given.get("labels") is not None)}

@@ -56,12 +56,12 @@ def is_transformers(model: nn.Module) -> bool:
 
 def _of_transformers(model: nn.Module, accepts: frozenset[str]) -> Kind:
     name, config = type(model).__name__, model.config
-    base = _base_of(model, name)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name} is an encoder and a decoder, whose cross-attention is not exchanged; use a model with "
             "one stack of blocks (§9.14)"
         )
+    base = _base_of(model, name)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"{name} adds its router's loss to the loss it computes, which sees this rank's tokens alone; "
