@@ -132,3 +132,37 @@ def test_spread_sequences_equal_one_process(world: Any, case: tuple[Any, ...]) -
 )
 def test_the_full_cross_equals_one_process(world: Any, case: tuple[Any, ...]) -> None:
     run(world, case)
+
+
+def beside_tensor_parallel(rank: int, name: str, heads: int, kv_heads: int, zero: int) -> None:
+    """Heads are cut over tp first; what a rank has left of them is dealt over its sequence ranks."""
+    with KeepWide():
+        model = MODELS[name]
+        truth, module = model.make(heads, kv_heads), model.make(heads, kv_heads)
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "sequence_parallel_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "zero_optimization": {"stage": zero},
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        }
+        engine = ds_lite.initialize(model=module, config=config)[0]
+        batch = model.batch(0, 9)
+        loss, _ = one_process(model, truth, batch)
+        loss.backward()
+        norm = torch.stack([weight.grad.norm() for weight in truth.parameters()]).norm()
+        got = engine(**batch)
+        assert_close(got.loss.detach(), loss.detach(), LAW, "loss")
+        engine.backward(got.loss)
+        for key, weight in truth.named_parameters():
+            assert_close(engine.gradients.full(key), weight.grad, LAW, f"gradient of {key}")
+        engine.step()
+        assert_close(torch.tensor(engine.get_global_grad_norm(), dtype=torch.float64), norm, LAW, "norm")
+
+
+TENSOR = [("llama", 6, 1, 0), ("mistral_packed", 8, 2, 2), ("gpt2", 5, 5, 1), ("bert", 6, 6, 0)]
+
+
+@pytest.mark.parametrize("case", TENSOR, ids=lambda case: f"{case[0]}-zero{case[3]}")
+def test_spread_sequences_beside_tensor_parallel_layers(world: Any, case: tuple[Any, ...]) -> None:
+    world(beside_tensor_parallel, 4, *case)
