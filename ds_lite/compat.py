@@ -28,6 +28,9 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.dataloader": {"RepeatingLoader": "data"},
     "runtime.engine": {"DeepSpeedEngine": "engine:Engine"},
     "runtime.lr_schedules": {"*": "lr_schedules"},
+    "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.parallel_state_sp": {"*": "sequence.groups"},
+    "runtime.sequence_parallel.ulysses_sp": {"*": "sequence.ulysses_sp"},
     "runtime.utils": {
         "partition_uniform": "pipe.partition",
         "partition_balanced": "pipe.partition",
@@ -60,8 +63,6 @@ PATHS: dict[str, dict[str, str]] = {
     "module_inject.replace_module": {"ReplaceWithTensorSlicing": "tensor_parallel.replace_module"},
     "module_inject.replace_policy": {"replace_policies": "tensor_parallel.fused_qkv"},
     "module_inject.tp_shard": {"*": "tensor_parallel.tp_shard"},
-    "sequence": {},
-    "sequence.cross_entropy": {"vocab_parallel_cross_entropy": "tensor_parallel.cross_entropy"},
     "utils": {"RepeatingLoader": "data"},
 }
 

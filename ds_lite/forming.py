@@ -114,6 +114,28 @@ def _check_degree(size: int, config: DSConfig) -> None:
         )
 
 
+def with_mesh(config: DSConfig, mesh_param: Any) -> DSConfig:
+    """The config with the degrees of a mesh (data, seq), if there is one.
+
+    Raises: ValueError for what is no pair of positive integers, or contradicts the config.
+    """
+    if mesh_param is None:
+        return config
+    numbers = tuple(mesh_param) if isinstance(mesh_param, (tuple, list)) else ()
+    if len(numbers) != 2 or not all(type(number) is int and number > 0 for number in numbers):
+        raise ValueError(
+            f"mesh_param={mesh_param!r} is not (data-parallel size, sequence-parallel size); give two "
+            "positive integers, or sequence_parallel_size in the config (§9.14)"
+        )
+    asked = (config.data_parallel_size, config.sequence_parallel_size)
+    if asked[0] not in (None, numbers[0]) or asked[1] not in (1, numbers[1]):
+        raise ValueError(
+            f"mesh_param={mesh_param!r}, but the config has data_parallel_size={asked[0]} and "
+            f"sequence_parallel_size={asked[1]}; make them equal, or leave one out (§9.14)"
+        )
+    return config.model_copy(update={"data_parallel_size": numbers[0], "sequence_parallel_size": numbers[1]})
+
+
 def with_degree_of_model(model: nn.Module, config: DSConfig) -> DSConfig:
     """The config for a model that `tp_model_init` may have cut, which brings its degree along.
 

@@ -27,6 +27,7 @@ from ds_lite.forming import (
     make_replicas_equal,
     state_of,
     with_degree_of_model,
+    with_mesh,
 )
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.optimizers import (
@@ -39,6 +40,7 @@ from ds_lite.optimizers import (
 from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.precision import compute_dtype
+from ds_lite.sequence.groups import SequenceGrid
 from ds_lite.sequence.models import Kind, kind_of
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
@@ -73,15 +75,13 @@ def initialize(
     """
     if model is None:
         raise ValueError("initialize needs a model; pass a PipelineModule or any torch module (§9.2)")
-    if mesh_param is not None:
-        raise ValueError("mesh_param is not yet supported; give a PipelineModule a topology instead (§9.11)")
-    checked = load_config(_the_one_config(args, config, config_params))
+    checked = with_mesh(load_config(_the_one_config(args, config, config_params)), mesh_param)
     comm.init_distributed(dist_init_required=dist_init_required, verbose=False)
     refuse_what_is_not_built(checked)
     dtype = compute_dtype(checked)
     check_optimizer(optimizer, checked)
     checked = with_degree_of_model(model, checked)
-    kind = _kind(model, checked)
+    kind = _kind(model, checked, mpu)
     grid = form_grid(model, checked, mpu)
     model.to(comm.device_of_this_rank(), dtype)
     form_expert_groups(model, grid, checked)
@@ -135,11 +135,10 @@ def _make_engine(
     return PipelineEngine(model, grid, config, optimizer)
 
 
-def _kind(model: nn.Module, config: DSConfig) -> Kind | None:
-    """How the model's sequences can be cut, if the config asks for it; the same on all ranks."""
-    if config.sequence_parallel_size == 1 or isinstance(model, PipelineModule):
-        return None
-    return kind_of(model)
+def _kind(model: nn.Module, config: DSConfig, mpu: Any) -> Kind | None:
+    """How the model's sequences can be cut, if the config or the groups ask for it; the same on all ranks."""
+    is_asked = config.sequence_parallel_size > 1 or isinstance(mpu, SequenceGrid)
+    return kind_of(model) if is_asked and not isinstance(model, PipelineModule) else None
 
 
 def _the_one_config(args: Any, config: Config | None, config_params: Config | None) -> Config:

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import Mutant, auto_tp, failures, moe, pipeline, precision, reductions, saving, tensor_parallel
+from mutants import (
+    Mutant,
+    auto_tp,
+    failures,
+    moe,
+    pipeline,
+    precision,
+    reductions,
+    saving,
+    sequence,
+    tensor_parallel,
+)
 from world import World
 
 MUTANTS = [
@@ -24,6 +35,7 @@ MUTANTS = [
     *saving.MUTANTS,
     *moe.MUTANTS,
     *auto_tp.MUTANTS,
+    *sequence.MUTANTS,
 ]
 
 HERE = Path(__file__).parent
@@ -74,12 +86,13 @@ def find(killer: str) -> tuple[Callable[..., None], dict[str, Any]]:
     assert len(marks) == bool(wanted), f"{name} has {len(marks)} parametrisations, its id says {wanted!r}"
     if not marks:
         return test, {}
-    names, sets = [word.strip() for word in marks[0].args[0].split(",")], marks[0].args[1]
-    ids = marks[0].kwargs.get("ids") or [getattr(one, "id", None) or _id(one) for one in sets]
+    names, sets = [word.strip() for word in marks[0].args[0].split(",")], list(marks[0].args[1])
+    ids = marks[0].kwargs.get("ids") or (lambda one: getattr(one, "id", None) or _id(one))
+    ids = [ids(one) for one in sets] if callable(ids) else ids
     assert wanted in ids, f"{name} has no parameters {wanted!r}, but {ids}"
-    values = sets[ids.index(wanted)]
-    values = getattr(values, "values", values)
-    return test, dict(zip(names, values if isinstance(values, tuple) else (values,), strict=True))
+    chosen = sets[ids.index(wanted)]
+    values = chosen if len(names) > 1 else (chosen,)
+    return test, dict(zip(names, getattr(chosen, "values", values), strict=True))
 
 
 def _id(values: Any) -> str:

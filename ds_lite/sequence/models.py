@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ds_lite.sequence.layer import DistributedAttention
-from ds_lite.sequence.routes import PREFIX, register_with_transformers
+from ds_lite.sequence.routes import ATTENTIONS, PREFIX, register_with_transformers
 
 Cut = Literal["tokens", "blocks"]
 Loss = Literal["causal", "token"]
@@ -93,7 +93,7 @@ def _base_of(model: nn.Module, name: str) -> str:
             "another architecture, e.g. Llama, Qwen2, Mistral, GPT-2 or BERT (§9.14)"
         )
     base = str(getattr(model.config, "_attn_implementation", None) or "sdpa").removeprefix(PREFIX)
-    if base not in ("eager", "sdpa"):
+    if base not in ATTENTIONS:
         raise ValueError(
             f"{name} uses attn_implementation={base!r}; eager and sdpa can be exchanged: pass one of them to "
             f"from_config or from_pretrained (§9.14)"

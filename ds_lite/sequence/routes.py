@@ -26,7 +26,7 @@ from ds_lite.sequence.masks import mask_maker
 from ds_lite.sequence.whole import gather_tokens
 
 PREFIX = "ds_lite_sequence_"  # of the names of attention functions in transformers' registry
-_BASES = ("eager", "sdpa")
+ATTENTIONS = ("eager", "sdpa")  # of transformers, those that can be exchanged
 _BY_HEAD = ("position_bias", "s_aux", "head_mask")  # arguments with a row for each head
 
 
@@ -129,7 +129,7 @@ def register_with_transformers() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for base in _BASES:
+    for base in ATTENTIONS:
         ALL_ATTENTION_FUNCTIONS.register(PREFIX + base, _attention(base))
         ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + base, mask_maker(base))
 
