@@ -99,7 +99,9 @@ class ActivationCheckpointing(Block):
     contiguous_memory_optimization: bool = unused(False, "DeepSpeed: one buffer for all saved activations.")
     synchronize_checkpoint_boundary: bool = unused(False, "DeepSpeed: synchronize the device at each slice.")
     profile: bool = unused(False, "DeepSpeed: time each slice.")
-    cpu_checkpointing: bool = unused(False, "DeepSpeed: keep saved activations in host memory.")
+    cpu_checkpointing: bool = Field(
+        False, description="Inputs of a PipelineModule's recomputed slices wait in host memory."
+    )
 
 
 class TensorParallelGroup(Block):

@@ -7,6 +7,7 @@ differ between ranks, such as the layers of a stage, is agreed first, so that al
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -41,7 +42,9 @@ from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.precision import compute_dtype
 from ds_lite.sequence.groups import SequenceGrid
+from ds_lite.sequence.host_store import HostStore
 from ds_lite.sequence.models import Kind, kind_of
+from ds_lite.sequence.offload import checkpoint_to_host
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -94,8 +97,9 @@ def initialize(
     engine.lr_scheduler = _together(lambda: make_scheduler(lr_scheduler, made, checked, engine.takes_metrics))
     if training_data is not None:
         engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
-    if checked.unused and comm.get_rank() == 0:
-        print(f"ds_lite: config keys without effect here: {', '.join(checked.unused)}", flush=True)
+    idle = [*checked.unused, *_idle_here(model, checked)]
+    if idle and comm.get_rank() == 0:
+        print(f"ds_lite: config keys without effect here: {', '.join(idle)}", flush=True)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -132,7 +136,15 @@ def _make_engine(
         return Engine(model, grid, config, optimizer)
     if config.pipeline.activation_checkpoint_interval > 0:
         model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+    if config.activation_checkpointing.cpu_checkpointing:
+        model.activation_checkpoint_func = functools.partial(checkpoint_to_host, store=HostStore())
     return PipelineEngine(model, grid, config, optimizer)
+
+
+def _idle_here(model: nn.Module, config: DSConfig) -> list[str]:
+    """Keys that work for other modules than this one: its script recomputes what it wants, and how."""
+    is_idle = config.activation_checkpointing.cpu_checkpointing and not isinstance(model, PipelineModule)
+    return ["activation_checkpointing.cpu_checkpointing"] if is_idle else []
 
 
 def _kind(model: nn.Module, config: DSConfig, mpu: Any) -> Kind | None:

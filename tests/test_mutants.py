@@ -16,6 +16,7 @@ from mutants import (
     Mutant,
     auto_tp,
     failures,
+    fpdt,
     moe,
     pipeline,
     precision,
@@ -23,6 +24,7 @@ from mutants import (
     saving,
     sequence,
     tensor_parallel,
+    tiled,
 )
 from world import World
 
@@ -36,6 +38,8 @@ MUTANTS = [
     *moe.MUTANTS,
     *auto_tp.MUTANTS,
     *sequence.MUTANTS,
+    *tiled.MUTANTS,
+    *fpdt.MUTANTS,
 ]
 
 HERE = Path(__file__).parent
