@@ -74,10 +74,11 @@ def _axes_of(num_stages: int, sp: int, degree: int) -> ProcessTopology:
     """Stages, then replicas, then the ranks of a sequence, then tensor-parallel neighbours."""
     world_size, one_replica = comm.get_world_size(), num_stages * sp * degree
     if world_size % one_replica:
+        sequence = f"{sp} sequence-parallel ranks * " if sp > 1 else ""
         raise ValueError(
-            f"world size {world_size} is not divisible by {num_stages} stages * {sp} sequence-parallel "
-            f"ranks * {degree} tensor-parallel ranks; start a multiple of {one_replica} processes or change "
-            f"one of them ({'§9.14' if sp > 1 else '§9.3'})"
+            f"world size {world_size} is not divisible by {num_stages} stages * {sequence}{degree} "
+            f"tensor-parallel ranks; start a multiple of {one_replica} processes or change one of them "
+            f"({'§9.14' if sequence else '§9.3'})"
         )
     replicas = world_size // one_replica
     if sp > 1:
