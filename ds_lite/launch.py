@@ -8,6 +8,7 @@ one end of a pipe: when the launcher is gone, however it ended, so are they.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -21,22 +22,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ds_lite import trace, trace_file
+from ds_lite.forking import CAN_FORK, ForkedRank, fork_ranks, serve
 
 GRACE_S = 3.0  # for survivors to notice and write their row
 _POLL_S = 0.05
 _START_S = 120.0  # processes may reach the meeting point this far apart: importing torch takes its time
 # Ctrl-C reaches all processes of a terminal; the launcher decides, from before the long import on.
-_START = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "from ds_lite.launch import _main; _main(sys.argv[1])"
-)
+_START = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from ds_lite.launch import "
+_START_ONE, _START_ALL = _START + "_one; _one(*sys.argv[1:])", _START + "_all; _all(*sys.argv[1:])"
 _CALL, _RESULT = "call.pickle", "result{}.pickle"
 
 
@@ -161,12 +161,16 @@ def _run_job(
     if nproc < 1:
         raise ValueError(f"nproc={nproc} is not a number of processes; choose nproc >= 1 (§9.2)")
     theirs, ours = os.pipe()
-    processes: list[subprocess.Popen[bytes]] = []
+    jobs = [Job(i, nproc, str(folder), str(trace_dir), limit_s, theirs, script, args) for i in range(nproc)]
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = []
     try:
-        for rank in range(nproc):
-            job = Job(rank, nproc, str(folder), str(trace_dir), limit_s, theirs, script, args)
-            command = [sys.executable, "-c", _START, json.dumps(asdict(job))]
-            processes.append(subprocess.Popen(command, env=_environment(job), pass_fds=[theirs]))
+        if CAN_FORK:
+            command = [sys.executable, "-c", _START_ALL, json.dumps(asdict(jobs[0]))]
+            processes += fork_ranks(command, _environment(), nproc, [theirs])
+        else:
+            for job in jobs:
+                command = [sys.executable, "-c", _START_ONE, json.dumps(asdict(job))]
+                processes.append(subprocess.Popen(command, env=_environment(), pass_fds=[theirs]))
         return _watch(processes, trace_dir)
     finally:  # also when this process is interrupted: leave nothing behind
         for process in processes:
@@ -177,11 +181,9 @@ def _run_job(
         os.close(ours)
 
 
-def _environment(job: Job) -> dict[str, str]:
-    """What torchrun would say, one thread, and the loopback device: a laptop's own name may not resolve."""
+def _environment() -> dict[str, str]:
+    """One thread a process, and the loopback device: a laptop's own name may not resolve."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    for name, value in (("RANK", job.rank), ("WORLD_SIZE", job.world_size)):
-        environment[name] = environment[f"LOCAL_{name}"] = str(value)
     for _, device in socket.if_nameindex():
         if device in ("lo", "lo0"):
             environment.setdefault("GLOO_SOCKET_IFNAME", device)
@@ -190,7 +192,7 @@ def _environment(job: Job) -> dict[str, str]:
     return environment
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], trace_dir: Path) -> _Ends:
+def _watch(processes: Sequence[subprocess.Popen[bytes] | ForkedRank], trace_dir: Path) -> _Ends:
     """Wait for all; from the first bad end on the rest have `GRACE_S` seconds."""
     order: list[int] = []
     deadline = math.inf
@@ -225,13 +227,28 @@ def _pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 _inside_a_job = False
 
 
-def _main(text: str) -> None:
+def _one(text: str) -> None:
+    """This process is one rank."""
+    fields = json.loads(text)
+    _main(Job(**{**fields, "args": tuple(fields["args"])}))
+
+
+def _all(text: str, tell: str) -> None:
+    """This process becomes all ranks."""
+    for name in ("ds_lite.initialize", "torch._dynamo"):  # optimizers need the second, and it is heavy
+        importlib.import_module(name)
+    fields = json.loads(text)
+    job = Job(**{**fields, "args": tuple(fields["args"])})
+    serve(int(tell), job.world_size, lambda rank: _main(replace(job, rank=rank)))
+
+
+def _main(job: Job) -> None:
     from ds_lite import comm  # torch: the launcher itself does without it
 
     global _inside_a_job
     _inside_a_job = True
-    fields = json.loads(text)
-    job = Job(**{**fields, "args": tuple(fields["args"])})
+    for name, value in (("RANK", job.rank), ("WORLD_SIZE", job.world_size)):  # as torchrun would say
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
     threading.Thread(target=_leave_with_the_launcher, args=(job.lifeline,), daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         _write_whole_lines(stream)

@@ -154,7 +154,7 @@ class World:
 # Importing torch takes seconds. On Linux one server imports it and forks the workers, so that a fresh one
 # costs little; elsewhere forking after such imports is not safe, and every worker imports for itself.
 _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ds_lite.initialize"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "ds_lite.initialize"])
 
 
 class _Worker:
