@@ -1,0 +1,130 @@
+"""Sums over the tensor-parallel ranks that are under way, and the points where they are waited for (§9.15).
+
+    start_sum          forward: starts the all-reduce             backward: nothing
+    finish_sum         forward: waits for it                      backward: nothing
+    wait_in_backward   forward: nothing                           backward: waits for a column layer's sum
+
+Between start and finish nobody reads the tensor, so other work can be done: that is all of Domino.
+
+A `Pending` belongs to one forward call and its backward. It keeps each tensor alive until its sum is waited
+for, and knows which part of the batch, under which key, waits for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ds_lite import comm
+from ds_lite.comm import ProcessGroup
+
+
+class Pending:
+    """The sums of one forward call, and of its backward, that have been started and not been waited for.
+
+    Raises: RuntimeError for a key that is started while it is under way, or waited for when it is not.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[Hashable, tuple[Any, Tensor]] = {}
+        self._is_watched = False
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def start(self, key: Hashable, tensor: Tensor, group: ProcessGroup | None) -> None:
+        """Sum `tensor` over the group, in place, while the caller goes on.
+
+        Communication: one all-reduce.
+        """
+        if key in self._under_way:
+            raise RuntimeError(f"the sum {key!r} is under way already; wait for it first (§9.15)")
+        work = None if group is None else comm.all_reduce(tensor, group=group, async_op=True)
+        self._under_way[key] = work, tensor
+
+    def wait(self, key: Hashable) -> None:
+        """Return when the sum is there."""
+        if key not in self._under_way:
+            raise RuntimeError(
+                f"nothing is under way for {key!r}: it was waited for before, or never started (§9.15)"
+            )
+        work, _ = self._under_way.pop(key)
+        if work is not None:
+            work.wait()
+
+    def watch_backward(self) -> None:
+        """At the end of the backward that runs now nothing may be under way."""
+        if not self._is_watched:
+            self._is_watched = True
+            Variable._execution_engine.queue_callback(self._assert_none)
+
+    def _assert_none(self) -> None:
+        self._is_watched = False
+        assert not self._under_way, f"backward is over, but {list(self._under_way)} were not waited for"
+
+
+def start_sum(x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
+    """Begin to sum the parts of the ranks; the result may be read after `finish_sum`.
+
+    Shapes: x -> the same, contiguous; x itself where it is.
+    Communication: forward one all-reduce of x's size; backward none.
+    Gradient: passed on; it is whole on every rank.
+    """
+    started: Tensor = _Start.apply(x, pending, key, group)
+    return started
+
+
+def finish_sum(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
+    """Wait for the sum that `start_sum` began."""
+    finished: Tensor = _Finish.apply(x, pending, key)
+    return finished
+
+
+def wait_in_backward(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
+    """Mark the place up to which the gradient of x may still be summed: the one column layer that takes x
+    starts that sum under the same key.
+
+    Shapes: x -> the same.
+    Gradient: passed on when its sum is there.
+    """
+    waited: Tensor = _Wait.apply(x, pending, key)
+    return waited
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
+        total = x.detach().contiguous()  # x's own memory where it can be: nobody else reads it
+        pending.start(key, total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0], None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending, key: Hashable) -> Tensor:
+        pending.wait(key)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending, key: Hashable) -> Tensor:
+        ctx.pending, ctx.key = pending, key
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.pending.wait(ctx.key)
+        return gradients[0], None, None
