@@ -52,7 +52,7 @@ $(VENV)/core.done: $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/tools.done: $(CONSTRAINTS)
-	$(INSTALL) --editable '.[test,dev,hf]'
+	$(INSTALL) --editable '.[test,dev,hf,domino]'
 	touch $(VENV)/core.done $@
 
 .venv/constraints.txt: pyproject.toml constraints.txt
@@ -66,5 +66,5 @@ $(VENV)/tools.done: $(CONSTRAINTS)
 	$(PYTHON) -m venv --system-site-packages .venv-system
 	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
 	    > "$$(.venv-system/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system-torch.pth"
-	grep -E '^(pytest|pytest-xdist|hypothesis|ruff|mypy|transformers|safetensors|tokenizers|huggingface-hub)==' constraints.txt > $@
+	grep -E '^(pytest|pytest-xdist|hypothesis|ruff|mypy|transformers|safetensors|tokenizers|huggingface-hub|greenlet)==' constraints.txt > $@
 	$(PYTHON) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >> $@

@@ -122,6 +122,7 @@ class TensorParallel(Block):
     )
     dtype: Any = unused("fp16", "The blocks fp16 and bf16 decide.")
     tp_overlap_comm: bool = Field(False, description="Overlap the all-reduce of backward with computation.")
+    domino: bool = Field(False, description="Each block runs its batch in two parts; sums hide under them.")
     partition_config: dict[str, Any] | None = Field(
         None, description="Which weights are cut, by pattern and how."
     )

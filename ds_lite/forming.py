@@ -13,6 +13,7 @@ from ds_lite.agreement import raise_together
 from ds_lite.comm import ProcessGroup
 from ds_lite.config import load_config, resolve_batch
 from ds_lite.config_keys import DSConfig
+from ds_lite.domino.blocks import run_blocks_in_parts
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.moe.layer import moe_layers
@@ -249,6 +250,23 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
             f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce, or name its linear "
             f"layers in tensor_parallel.partition_config (§9.3 §9.13)"
         )
+
+
+def hide_sums(model: nn.Module, config: DSConfig) -> None:
+    """Domino on the blocks of a model that is cut over several ranks.
+
+    Raises: ValueError for what cannot run in parts.
+    """
+    if config.tensor_parallel.degree == 1:
+        return
+    if isinstance(model, PipelineModule) or config.sequence_parallel_size > 1:
+        raise ValueError(
+            "domino=true in a PipelineModule or beside sequence_parallel_size is not yet built into ds_lite; "
+            "write false (§9.15)"
+        )
+    said = run_blocks_in_parts(model)
+    if comm.get_rank() == 0:
+        print(f"ds_lite: {said}", flush=True)
 
 
 def _cut_automatically(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:

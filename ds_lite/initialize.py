@@ -25,6 +25,7 @@ from ds_lite.forming import (
     bind_layers,
     form_expert_groups,
     form_grid,
+    hide_sums,
     make_replicas_equal,
     state_of,
     with_degree_of_model,
@@ -90,6 +91,8 @@ def initialize(
     form_expert_groups(model, grid, checked)
     make_replicas_equal(state_of(model), grid)
     bind_layers(model, grid, checked)
+    if checked.tensor_parallel.domino:
+        hide_sums(model, checked)
     made = _optimizer(model, grid, optimizer, model_parameters, checked)
     engine = _make_engine(model, grid, checked, made)
     if kind is not None:

@@ -15,6 +15,7 @@ import pytest
 from mutants import (
     Mutant,
     auto_tp,
+    domino,
     failures,
     fpdt,
     moe,
@@ -40,6 +41,7 @@ MUTANTS = [
     *sequence.MUTANTS,
     *tiled.MUTANTS,
     *fpdt.MUTANTS,
+    *domino.MUTANTS,
 ]
 
 HERE = Path(__file__).parent

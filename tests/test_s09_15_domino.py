@@ -21,9 +21,9 @@ import ds_lite
 from ds_lite import comm
 from ds_lite.domino import DominoAsyncColumnParallelLinear, RowParallelLinearNoComm
 from ds_lite.domino.interleave import Steps, interleave
-from ds_lite.domino.pending import Pending, finish_sum, start_sum, wait_in_backward
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.tags import cut_of
+from ds_lite.tensor_parallel.pending import Pending, finish_sum, start_sum, wait_in_backward
 from ds_lite.topology import ProcessTopology
 
 F64 = torch.float64

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import Ranges
-from ds_lite.domino.pending import Pending
 from ds_lite.tags import Cut, mark_cut
+from ds_lite.tensor_parallel.pending import Pending
 
 Init = Callable[[Tensor], Any]
 

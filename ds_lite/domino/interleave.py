@@ -27,12 +27,16 @@ def interleave(computations: Sequence[Steps[Result]]) -> list[Result]:
     """
     results: dict[int, Result] = {}
     started = 0
-    while len(results) < len(computations):
-        started = min(started + 1, len(computations))
-        for index in range(started):
-            if index not in results:
-                try:
-                    next(computations[index])
-                except StopIteration as end:
-                    results[index] = end.value
+    try:
+        while len(results) < len(computations):
+            started = min(started + 1, len(computations))
+            for index in range(started):
+                if index not in results:
+                    try:
+                        next(computations[index])
+                    except StopIteration as end:
+                        results[index] = end.value
+    finally:
+        for computation in computations:  # if one has failed, the others end where they are
+            computation.close()
     return [results[index] for index in range(len(computations))]

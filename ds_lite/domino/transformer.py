@@ -31,7 +31,7 @@ from ds_lite.dealing import Ranges
 from ds_lite.domino.async_linear import DominoAsyncColumnParallelLinear, RowParallelLinearNoComm
 from ds_lite.domino.attention import CoreAttention, Rotate
 from ds_lite.domino.interleave import Steps, interleave
-from ds_lite.domino.pending import Pending, finish_sum, start_sum, wait_in_backward
+from ds_lite.tensor_parallel.pending import Pending, finish_sum, start_sum, wait_in_backward
 
 PARTS = 2
 Key = tuple[int, int, str]  # part of the batch, layer, half of the layer

@@ -24,6 +24,7 @@ from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import Ranges
 from ds_lite.tags import Cut
+from ds_lite.tensor_parallel.turns import running
 
 
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -40,13 +41,14 @@ def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
+    turns = running()
     if x.is_leaf:  # its gradient would keep it alive, and it the entry
         entered: Tensor = _Enter.apply(x, group)
         return entered
     entries = x.__dict__.setdefault("_ds_lite_entries", {})
     version, entered = entries.get(group, (None, x))
     if version != x._version:  # a layer may have changed x in place since
-        entered = _Enter.apply(x, group)
+        entered = _Enter.apply(x, group) if turns is None else turns.enter(x, group)
         entries[group] = x._version, entered
     return entered
 
@@ -58,8 +60,10 @@ def leave(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Communication: forward one all-reduce of x's size; backward none.
     Gradient: passed on as it is; it is whole on every rank.
     """
-    if is_alone(group):
+    if group is None or is_alone(group):
         return x
+    if (turns := running()) is not None:
+        return turns.leave(x, group)
     result: Tensor = _Leave.apply(x, group)
     return result
 

@@ -2,7 +2,8 @@
 
     start_sum          forward: starts the all-reduce             backward: nothing
     finish_sum         forward: waits for it                      backward: nothing
-    wait_in_backward   forward: nothing                           backward: waits for a column layer's sum
+    sum_in_backward    forward: nothing                           backward: starts the all-reduce
+    wait_in_backward   forward: nothing                           backward: waits for it
 
 Between start and finish nobody reads the tensor, so other work can be done: that is all of Domino.
 
@@ -56,6 +57,11 @@ class Pending:
         if work is not None:
             work.wait()
 
+    def drain(self) -> None:
+        """Wait for everything: the computation has failed, and memory goes back to its owners."""
+        for key in list(self._under_way):
+            self.wait(key)
+
     def watch_backward(self) -> None:
         """At the end of the backward that runs now nothing may be under way."""
         if not self._is_watched:
@@ -82,6 +88,17 @@ def finish_sum(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
     """Wait for the sum that `start_sum` began."""
     finished: Tensor = _Finish.apply(x, pending, key)
     return finished
+
+
+def sum_in_backward(x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
+    """Use x in a region where each rank computes a part; its gradients come together here and their sum over
+    the ranks begins. `wait_in_backward` before it, under the same key, waits.
+
+    Shapes: x -> the same.
+    Communication: backward one all-reduce of x's size.
+    """
+    entered: Tensor = _SumInBackward.apply(x, pending, key, group)
+    return entered
 
 
 def wait_in_backward(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
@@ -116,6 +133,20 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0], None, None
+
+
+class _SumInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
+        ctx.pending, ctx.key, ctx.group = pending, key, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold this one
+        ctx.pending.start(ctx.key, total, ctx.group)
+        ctx.pending.watch_backward()
+        return total, None, None, None
 
 
 class _Wait(torch.autograd.Function):

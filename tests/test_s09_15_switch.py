@@ -1,0 +1,204 @@
+"""§9.15 `"domino": true`: blocks that AutoTP has cut run their batch in parts, and nothing else changes.
+
+Guards against: a part that continues with another's state, an argument of the batch that is not cut, sums
+that are left when a part fails, blocks whose samples depend on each other, silence where nothing was done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import KeepWide
+from sequence_models import MODELS, one_process
+from shard_checks import pattern
+from tolerance import LAW, assert_close, differs
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ds_lite
+from ds_lite import comm
+from ds_lite.domino.blocks import run_blocks_in_parts
+from ds_lite.tensor_parallel.turns import running
+
+pytest.importorskip("transformers", reason="not proved here: Domino on transformers' models")
+pytest.importorskip("greenlet", reason="not proved here: Domino on models that know nothing of it")
+pytestmark = pytest.mark.xdist_group("sequence")
+
+
+def config_of(domino: bool, zero: int = 0, samples: int = 3) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": samples,
+        "tensor_parallel": {"autotp_size": 2, "domino": domino},
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+
+
+def equals_one_process(rank: int, name: str, heads: int, kv_heads: int, zero: int, recompute: str) -> None:
+    with KeepWide():
+        model = MODELS[name]
+        truth = model.make(heads, kv_heads)
+        calls = {}
+        for domino in (False, True):
+            module = model.make(heads, kv_heads)
+            if recompute:
+                module.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})  # type: ignore[operator]
+            engine = ds_lite.initialize(model=module, config=config_of(domino, zero))[0]
+            batch = model.batch(0, 9)
+            labels = batch.pop("labels")
+            if model.loss == "causal":
+                batch["use_cache"] = False  # type: ignore[assignment]
+            truth.zero_grad()
+            plain = {key: x for key, x in batch.items() if key != "use_cache"}
+            loss, _ = one_process(model, truth, {**plain, "labels": labels})
+            loss.backward()
+            engine(**batch)  # the first call compares
+            with comm.record() as ledger:
+                logits = engine(**batch).logits
+                shifted = (logits[:, :-1], labels[:, 1:]) if model.loss == "causal" else (logits, labels)
+                got = F.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten())
+                engine.backward(got)
+            calls[domino] = ledger.total(axis="model", operation="all_reduce")
+            assert_close(got.detach(), loss.detach(), LAW, "loss")
+            for key, weight in truth.named_parameters():
+                wanted = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                found = engine.gradients.full(key)
+                assert_close(torch.zeros_like(weight) if found is None else found, wanted, LAW, key)
+            engine.step()
+        assert calls[True].calls > calls[False].calls, "the blocks' sums are made for each part"
+        if recompute != "again":  # torch stops a recomputation as soon as it has what it needs
+            assert calls[True].sent == calls[False].sent, "of as many bytes"
+        assert running() is None
+
+
+CASES = [
+    ("llama", 4, 2, 0, ""),
+    ("llama_eager", 6, 3, 2, ""),
+    ("mistral_packed", 8, 4, 1, ""),
+    ("gpt2", 5, 5, 0, ""),
+    ("gpt2", 4, 4, 0, "again"),
+    ("gpt2", 4, 4, 0, "reentrant"),
+    ("bert", 6, 6, 2, ""),
+    ("qwen2", 6, 3, 0, ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case if part != ""))
+def test_blocks_in_parts_equal_one_process(world: Any, case: tuple[Any, ...]) -> None:
+    world(equals_one_process, 4, *case)
+
+
+class Block(nn.Module):
+    """Attention-less: norm, up, activation, down, residual; what stands in between can be changed."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.between = between or nn.Identity()
+        self.fault: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up(self.norm(x)))
+        y = self.down(inner)
+        if self.fault is not None and len(x) == 1:
+            raise self.fault
+        return self.between(x + y)
+
+
+class Tower(nn.Module):
+    def __init__(self, *between: nn.Module | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(one) for one in between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tower(*between: nn.Module | None) -> Tower:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Tower(*between).double()
+
+
+class Centred(nn.Module):
+    """Every sample looks at the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+def start(model: nn.Module, samples: int = 3) -> Any:
+    return ds_lite.initialize(model=model, config=config_of(True, samples=samples))[0]
+
+
+def dependent(rank: int) -> None:
+    engine = start(tower(None, Centred()))
+    x = pattern(3, 4, 8)
+    with pytest.raises(ValueError, match=r"blocks\.1 gives another result when its batch of 3 runs"):
+        engine(x)
+    assert running() is None
+
+
+def test_samples_that_depend_on_each_other_are_refused(world: Any) -> None:
+    world(dependent, 2)
+
+
+def normed(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"between is a BatchNorm1d, which looks at all samples of a batch"):
+        start(tower(nn.BatchNorm1d(4)))
+    lonely = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()
+    with pytest.raises(ValueError, match=r"no block of Sequential .* \(no list of blocks is cut\)"):
+        run_blocks_in_parts(lonely)
+
+
+def test_blocks_that_cannot_run_in_parts_are_named(world: Any) -> None:
+    world(normed, 2)
+
+
+def alone(rank: int) -> None:
+    """One sample has no parts: the plain order, and a word about it."""
+    truth, engine = tower(None), start(tower(None), samples=1)
+    x = pattern(1, 4, 8)
+    with comm.record() as ledger:
+        y = engine(x)
+    assert_close(y.detach(), truth(x).detach(), LAW)
+    assert ledger.total(axis="model", operation="all_reduce").calls == 1
+
+
+def test_a_batch_of_one_runs_in_the_plain_order(world: Any) -> None:
+    world(alone, 2)
+
+
+def fails(rank: int) -> None:
+    """The second part fails while the first one's sum is under way; the next batch is right."""
+    truth, engine = tower(None, None), start(tower(None, None))
+    x = pattern(3, 4, 8)
+    engine(x)
+    block = engine.module.blocks[1]
+    block.fault = KeyError("in the second part")
+    with pytest.raises(KeyError, match="in the second part"):
+        engine(x)
+    assert running() is None
+    block.fault = None
+    y = engine(x)
+    assert_close(y.detach(), truth(x).detach(), LAW)
+    assert differs(y.detach(), x)
+
+
+def test_a_part_that_fails_leaves_nothing_behind(world: Any) -> None:
+    world(fails, 2)
+
+
+def refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="domino=true in a PipelineModule or beside sequence_parallel_size"):
+        ds_lite.initialize(
+            model=MODELS["llama"].make(4, 4), config={**config_of(True), "sequence_parallel_size": 2}
+        )
+
+
+def test_what_is_not_built_is_refused(world: Any) -> None:
+    world(refused, 4)
