@@ -40,7 +40,7 @@ def main() -> None:
     three_ways()
     before_the_cut()
     what_waits_for_backward()
-    print("\nNext: chapters/ch05_long_contexts.py   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch15_domino.py   Lab: python -m ds_lite lab 2 --nproc 4")
 
 
 def two_exchanges() -> None:

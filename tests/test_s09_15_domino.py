@@ -21,7 +21,9 @@ import ds_lite
 from ds_lite import comm
 from ds_lite.domino import DominoAsyncColumnParallelLinear, RowParallelLinearNoComm
 from ds_lite.domino.interleave import Steps, interleave
+from ds_lite.domino.lanes import Lanes
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.pipe.timeline import timeline_svg
 from ds_lite.tags import cut_of
 from ds_lite.tensor_parallel.pending import Pending, finish_sum, start_sum, wait_in_backward
 from ds_lite.topology import ProcessTopology
@@ -258,6 +260,38 @@ def trains(rank: int, zero: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("zero, dtype", [(0, F64), (1, F64), (2, F64), (2, torch.bfloat16)])
 def test_a_stack_trains_under_the_engine(world: Any, zero: int, dtype: torch.dtype) -> None:
     world(trains, 4, zero, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ the lanes
+
+
+def lanes_of(rank: int, late_s: float) -> tuple[list[str], float, str]:
+    group = my_group([[0, 1]])
+    model, lanes = make(Mpu(group, 2), config_of(num_layers=1)), Lanes()
+    with lanes.recording():
+        if rank == 1:
+            time.sleep(late_s)
+        model(pattern(TOKENS, 2, WIDTH).requires_grad_()).sum().backward()
+    spans = lanes.spans(rank)
+    transfers = [span for span in spans if span.kind == "communication"]
+    assert len(transfers) == 8 and {span.micro_batch_id for span in transfers} == {0, 1}
+    assert {span.kind for span in spans} == {"forward", "backward", "communication"}
+    assert all(span.end >= span.start >= 0 for span in spans)
+    return lanes.order(), lanes.exposed_s, timeline_svg(spans, title="One layer", unit="ms", row_name="rank")
+
+
+def test_lanes_show_the_order_and_the_waiting(world: Any) -> None:
+    (order, exposed, picture), (same, late, _) = world(lanes_of, 2, 0.3)
+    assert order == same and len(order) == 16
+    assert order[:4] == [
+        "start part 0 layer 1 attention forward",
+        "wait part 0 layer 1 attention forward",
+        "start part 1 layer 1 attention forward",
+        "wait part 1 layer 1 attention forward",
+    ]
+    assert order[-1] == "wait part 0 layer 1 attention backward"
+    assert exposed > 0.2 > late, "rank 0 waits for the one that is late"
+    assert picture.startswith("<svg") and "rank 0" in picture
 
 
 # ---------------------------------------------------------------------------------------------- bad input

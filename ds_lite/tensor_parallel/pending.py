@@ -13,8 +13,9 @@ for, and knows which part of the batch, under which key, waits for what.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,29 @@ from torch.autograd import Variable
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+
+
+class Watcher(Protocol):
+    """Whoever wants to know when sums start and end; `domino/lanes.py` draws them."""
+
+    def started(self, key: Hashable, work: Any) -> None: ...
+
+    def waits(self, key: Hashable) -> None: ...
+
+    def waited(self, key: Hashable) -> None: ...
+
+
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` of every sum of this process until the block ends."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 class Pending:
@@ -46,6 +70,8 @@ class Pending:
             raise RuntimeError(f"the sum {key!r} is under way already; wait for it first (§9.15)")
         work = None if group is None else comm.all_reduce(tensor, group=group, async_op=True)
         self._under_way[key] = work, tensor
+        for watcher in _watchers:
+            watcher.started(key, work)
 
     def wait(self, key: Hashable) -> None:
         """Return when the sum is there."""
@@ -54,8 +80,12 @@ class Pending:
                 f"nothing is under way for {key!r}: it was waited for before, or never started (§9.15)"
             )
         work, _ = self._under_way.pop(key)
+        for watcher in _watchers:
+            watcher.waits(key)
         if work is not None:
             work.wait()
+        for watcher in _watchers:
+            watcher.waited(key)
 
     def drain(self) -> None:
         """Wait for everything: the computation has failed, and memory goes back to its owners."""
