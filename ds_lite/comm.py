@@ -157,6 +157,11 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     return dist.get_rank(group)
 
 
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The global ranks of a group, in its order."""
+    return list(dist.get_process_group_ranks(group))
+
+
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """How many processes `group` has (the world by default)."""
     return dist.get_world_size(group)

@@ -78,9 +78,8 @@ class Engine:
         self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._has_compared_data = grid.size("model") == 1
         buckets = make_buckets(module, optimizer, Routes(grid, ties), config)
-        self.gradients = Gradients(
-            module.named_parameters(), buckets, waits_in_backward=grid.exchanges_tokens
-        )
+        exchanges = grid.exchanges_tokens or grid.size("seq") > 1
+        self.gradients = Gradients(module.named_parameters(), buckets, waits_in_backward=exchanges)
         self.gradients.loss_scale = self.scaler.scale
         self.sequence: SequenceParallel | None = None
         self.clock = Clock(config.seed)

@@ -223,15 +223,15 @@ class _Eager:
     agreed first: a replica that failed raises on its peers what it would otherwise hang them with. ZeRO-1
     does so in the backward after `open`, for the buckets that need no sum over other axes before.
 
-    A scatter of ZeRO-2 waits for all data ranks. Where a layer's backward waits for them too, a rank that
-    lacks a gradient would be in the one while its peers are in the other, so scatters come after backward.
+    A scatter of ZeRO waits for all data ranks. Where a layer's backward waits for some of them too, a rank
+    that lacks a gradient would be in the one while its peers are in the other: scatters come after backward.
     """
 
     def __init__(self, buckets: Sequence[ShardedBucket], waits_in_backward: bool) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.is_eager]
         self._is_open = self._is_always_open = any(bucket.stage == 2 for bucket in buckets)
         self._next = self._awaited = 0
-        if self._is_always_open and waits_in_backward:
+        if waits_in_backward:
             return
         itself = weakref.ref(self)
         for bucket in self._buckets:

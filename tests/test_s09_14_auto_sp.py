@@ -322,9 +322,9 @@ MODELS_REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "convolution": (
         lambda: nn.Sequential(nn.Linear(5, 5), nn.Conv1d(5, 5, 3, padding=1)).double(),
-        r"1 is a Conv1d, which mixes neighbouring tokens",
+        r"1 is a Conv1d, which mixes tokens",
     ),
-    "recurrent": (lambda: nn.LSTM(5, 5).double(), r"LSTM, which mixes neighbouring tokens"),
+    "recurrent": (lambda: nn.LSTM(5, 5).double(), r"LSTM, which mixes tokens"),
     "no attention": (
         lambda: nn.Sequential(nn.Linear(5, 5)).double(),
         r"no attention went through an exchange",

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_lite import comm
@@ -32,10 +33,10 @@ from ds_lite.comm import ProcessGroup
 from ds_lite.data import different_data
 from ds_lite.sequence.batches import Cut, cut_batch
 from ds_lite.sequence.blocks import CutAtBlocks
-from ds_lite.sequence.context import Context
+from ds_lite.sequence.context import Context, as_one_process
 from ds_lite.sequence.data import Part, sequence_loss
 from ds_lite.sequence.models import Kind, kind_of
-from ds_lite.sequence.probe import evaluating, fault_of, few_tokens, few_tokens_of_all
+from ds_lite.sequence.probe import evaluating, fault_of, few_tokens, few_tokens_of_all, tensors_of
 from ds_lite.sequence.routes import rerouted_sdpa
 from ds_lite.sequence.whole import gather_tokens
 
@@ -52,7 +53,10 @@ class SequenceParallel:
         self.context = Context(group)
         self._blocks = CutAtBlocks(model, self.context) if self.kind.cut == "blocks" else None
         self._has_compared = self._has_probed = False
-        self._hits: dict[tuple[bool, bool], int] = {}  # attentions by direction and mode, as first seen
+        self._hits: dict[bool, int] = {}  # attentions of a forward, by the model's mode, as first seen
+        self._late = ExitStack()  # the routes, in a backward that nobody announced
+        self._needs_positions = False  # the model counts them by the mask
+        self._parts: list[bool] | None = None  # which outputs have a rank's tokens, in order
 
     def __str__(self) -> str:
         where = "at the batch" if self.kind.cut == "tokens" else "before the first block"
@@ -72,32 +76,66 @@ class SequenceParallel:
         all-reduce of the loss, else all-gathers of the outputs.
         Raises: ValueError, on every rank, for what cannot be cut, and for ranks with different batches.
         """
+        self._close_what_failed()
         given = by_name(self.model, inputs, named)
         batch = self._agreed(given)
         if not self._has_probed:
             self._probe(given, batch)
+        if batch.moves_positions and self._needs_positions:
+            raise ValueError(
+                f"{type(self.model).__name__} counts positions by its attention mask, of which a rank has a "
+                "part; give position_ids with a batch that is padded (§9.14)"
+            )
         self.context.set_micro_batch(batch.part, batch.padding, batch.positions)
         with self._running(is_backward=False):
             outputs = self.model(**batch.inputs)
         if batch.part is None:
-            return outputs
+            return self._resumed_in_backward(outputs, batch)
         if batch.labels is None:
-            return self._whole(outputs, batch.part)
+            return self._resumed_in_backward(self._whole(outputs, batch.part), batch)
         loss = sequence_loss(outputs.logits, batch.labels, self.group, num_valid=batch.num_valid)
-        return _with_loss(outputs, loss)
+        return self._resumed_in_backward(_with_loss(outputs, loss), batch)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward of a loss that this made: recomputed attentions exchange too."""
-        if self._blocks is not None:
-            self._blocks.resume()
+        """Around a backward of what this made: recomputed attentions exchange too."""
+        self._close_what_failed()
         with self._running(is_backward=True):
             yield
 
+    def _resumed_in_backward(self, outputs: Any, batch: Cut) -> Any:
+        """The outputs; a backward from them finds the micro-batch that they were made of.
+
+        Forwards of other lengths may have run since. Where the backward is the caller's own, outside
+        `backward()`, the routes open when it comes by here and close when it ends.
+        """
+        context = self.context
+        part = batch.part if self._blocks is None else self._blocks.part
+        state = part, batch.padding, batch.positions
+
+        def resume(_: Tensor) -> None:
+            if not context.is_open:
+                self._late.enter_context(self._running(is_backward=True))
+                torch.autograd.Variable._execution_engine.queue_callback(self._late.close)
+            context.set_micro_batch(*state)
+
+        for x in tensors_of(outputs, is_strict=False):
+            if x.requires_grad and not x.is_leaf:
+                x.register_hook(resume)
+        return outputs
+
+    def _close_what_failed(self) -> None:
+        """A caller's own backward that raised has left the routes open."""
+        self._late.close()
+
     @contextmanager
     def _running(self, *, is_backward: bool) -> Iterator[None]:
-        with self.context.open(is_backward=is_backward), rerouted_sdpa(self.context):
-            yield
+        before = self.context.part
+        try:
+            with self.context.open(is_backward=is_backward), rerouted_sdpa(self.context):
+                yield
+        finally:
+            self.context.part = before if is_backward else None
         self._check_hits(is_backward)
 
     def _check_hits(self, is_backward: bool) -> None:
@@ -109,11 +147,13 @@ class SequenceParallel:
                 "tokens saw only each other; call F.scaled_dot_product_attention, use "
                 "DistributedAttention, or remove sequence_parallel_size (§9.14)"
             )
-        first = self._hits.setdefault((is_backward, self.model.training), hits)
+        if is_backward:
+            return  # of one forward or several, recomputed or not
+        first = self._hits.setdefault(self.model.training, hits)
         if hits != first:
             raise RuntimeError(
-                f"{hits} attentions were exchanged in {'backward' if is_backward else 'forward'}, the first "
-                f"time {first}; some attention went another way (§9.14)"
+                f"{hits} attentions were exchanged in forward, the first time {first}; some attention went "
+                "another way (§9.14)"
             )
 
     def _probe(self, given: Mapping[str, Any], batch: Cut) -> None:
@@ -124,23 +164,48 @@ class SequenceParallel:
             few = few_tokens_of_all(given, batch.part, self.group)
         else:
             few = few_tokens(given, batch.sizes["tokens"], batch.sizes["samples"], self.group)
+        fault, parts = self._compared(few)
+        raise_together(fault, self.group)
+        self._parts = parts
+        if self.kind.is_transformers and self.kind.cut == "tokens" and "attention_mask" in self.kind.accepts:
+            ids = next(x for name, x in few.items() if name in ("input_ids", "inputs_embeds"))
+            mask = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
+            mask[:, 0] = 0  # the first token is padding
+            fault, _ = self._compared({**few, "attention_mask": mask})
+            self._needs_positions = not raise_together(None, self.group, anyone=fault is None)
+
+    def _compared(self, few: Mapping[str, Any]) -> tuple[ValueError | None, list[bool]]:
+        """What is wrong with few tokens on parts, and which of the outputs are parts."""
         alone = cut_batch(few, self.kind, 0, 1)
         mine = cut_batch(few, self.kind, comm.get_rank(self.group), comm.get_world_size(self.group))
+        inputs = own_defaults(self.model, alone.inputs, few)
+        with evaluating(self.model), as_one_process():
+            whole = self.model(**inputs)
+        self.context.set_micro_batch(mine.part, mine.padding, mine.positions)
         with evaluating(self.model):
-            whole = self.model(**alone.inputs)
-            self.context.set_micro_batch(mine.part, mine.padding, mine.positions)
-            with self._running(is_backward=False):
-                spread = self.model(**mine.inputs)
-        raise_together(fault_of(self.model, whole, spread, mine.part), self.group)
+            try:
+                with self._running(is_backward=False):
+                    spread = self.model(**mine.inputs)
+            except (ValueError, TypeError):
+                raise
+            except Exception as failure:
+                raise ValueError(
+                    f"{type(self.model).__name__} fails on a part of its tokens: {failure}; remove "
+                    "sequence_parallel_size (§9.14)"
+                ) from failure
+        return fault_of(self.model, whole, spread, mine.part)
 
     def _agreed(self, given: Mapping[str, Any]) -> Cut:
         """What this rank runs, once all ranks know that they were given the same."""
         cut, error = None, None
         try:
             cut = cut_batch(given, self.kind, comm.get_rank(self.group), comm.get_world_size(self.group))
-        except (ValueError, TypeError) as refusal:
+        except Exception as refusal:
             error = refusal
-        sizes = dict.fromkeys(("tokens", "samples", "labels"), 0) if cut is None else cut.sizes
+        names = ("tokens", "samples", "labels", "checksum of input_ids")
+        sizes = dict.fromkeys(names, 0) if cut is None else dict(cut.sizes)
+        if not self._has_compared:
+            sizes["checksum of input_ids"] = 0  # all of the first batch is compared below
         raise_together(error, self.group, anyone=False, **sizes)
         assert cut is not None
         if cut.is_from_loader:
@@ -152,19 +217,24 @@ class SequenceParallel:
         return cut
 
     def _whole(self, outputs: Any, part: Part) -> Any:
-        """Outputs with all tokens."""
-        if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        """Outputs with all tokens: those that were parts of few tokens are parts of these."""
+        found = list(tensors_of(outputs))
+        if any(x.dim() == 0 and x.is_floating_point() for x in found):
             raise ValueError(
                 f"{type(self.model).__name__} gives one number, made of this rank's tokens alone; return "
                 "its outputs and compute the loss of them, or let the model be one of transformers' (§9.14)"
             )
         here = part.lengths[part.rank]
-
-        def whole(x: Tensor) -> Tensor:
-            is_part = x.dim() >= 2 and x.shape[1] == here
-            return gather_tokens(x, part, self.group) if is_part else x
-
-        return mapped(outputs, whole)
+        if self._parts is not None and len(self._parts) == len(found):
+            flags = iter(self._parts)
+        elif self.kind.is_transformers:  # asked for more than the first time, e.g. hidden states
+            flags = iter([x.dim() >= 2 and x.shape[1] == here for x in found])
+        else:
+            raise ValueError(
+                f"{type(self.model).__name__} gives {len(found)} tensors, the first time it gave "
+                f"{len(self._parts or ())}; which of them have tokens is known of those alone (§9.14)"
+            )
+        return mapped(outputs, lambda x: gather_tokens(x, part, self.group) if next(flags) else x)
 
 
 def by_name(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,14 +243,28 @@ def by_name(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any])
     return {**bound.arguments, **named}
 
 
+def own_defaults(model: nn.Module, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for one process: positions that the caller did not give are the model's own to make."""
+    parameters = inspect.signature(model.forward).parameters
+    return {
+        name: x
+        for name, x in inputs.items()
+        if name in given
+        or name not in ("position_ids", "positions")
+        or parameters[name].default is inspect.Parameter.empty
+    }
+
+
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A nested output with `function` applied to its tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        return type(value)(**{key: mapped(item, function) for key, item in value.items()})
+        items = {key: mapped(item, function) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(**items)
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(item, function) for item in value)
+        row = [mapped(item, function) for item in value]
+        return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
     return value
 
 

@@ -44,7 +44,9 @@ class CutAtBlocks:
     def _go_on(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A later block: its hidden states are this rank's, what else it is given for each token is whole."""
         part = self.context.part
-        return None if part is None else _mapped((args, named), lambda x: _own(x, part))
+        if part is None or not self.context.is_open:
+            return None
+        return _mapped((args, named), lambda x: _own(x, part))
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         part = self.context.part
@@ -60,9 +62,10 @@ class CutAtBlocks:
             self._part, self.context.part = part, None
         return _mapped(output, whole)
 
-    def resume(self) -> None:
-        """Backward begins: recomputed blocks work on the part that they had in forward."""
-        self.context.part = self._part
+    @property
+    def part(self) -> Part | None:
+        """The part of the last forward, on which its recomputed blocks work."""
+        return self._part
 
 
 def _own(x: Tensor, part: Part) -> Tensor:

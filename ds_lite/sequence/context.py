@@ -17,6 +17,22 @@ from ds_lite.comm import ProcessGroup
 from ds_lite.sequence.data import Part
 
 _open: list[Context] = []
+_is_whole = False  # a model runs on few tokens as one process would: nothing is exchanged
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Nothing is exchanged until the block ends."""
+    global _is_whole
+    _is_whole = True
+    try:
+        yield
+    finally:
+        _is_whole = False
+
+
+def runs_as_one_process() -> bool:
+    return _is_whole
 
 
 class Context:

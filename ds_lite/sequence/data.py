@@ -119,7 +119,7 @@ def shard_batch(
         value = whole.get(name)
         if not isinstance(value, Tensor) or (name == "attention_mask" and value.dim() != 2):
             continue
-        if value.shape[1] != part.total:
+        if value.dim() < 2 or value.shape[1] != part.total:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, but the sequence has {part.total} tokens; "
                 "dimension 1 is that of the tokens (§9.14)"
@@ -151,15 +151,17 @@ def sequence_loss(
     ignore_index: int = IGNORE,
     num_valid: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross entropy over the valid tokens of all ranks, in the dtype of the logits.
+    """Mean cross entropy over the valid tokens of all ranks: each in the dtype of the logits, their sum in
+    float32 or wider.
 
     Shapes: logits (B, T/sp, V), labels (B, T/sp) -> 0-dim, equal on all ranks of the group.
     Communication: as `token_weighted`.
     Gradient: as `token_weighted`; a rank without a valid token contributes zeros.
     """
-    total = F.cross_entropy(
-        logits.flatten(0, -2), shifted_labels.flatten(), ignore_index=ignore_index, reduction="sum"
+    losses = F.cross_entropy(
+        logits.flatten(0, -2), shifted_labels.flatten(), ignore_index=ignore_index, reduction="none"
     )
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     valid = (shifted_labels != ignore_index).sum() if num_valid is None else num_valid
     return token_weighted(total, valid, group, is_counted=num_valid is not None)
 
@@ -243,13 +245,22 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         iterator = iter(self.dl)
         while True:
-            drawn = next(iterator, None)
-            batches = self._gathered(None if drawn is None else dict(drawn))
+            batches = self._gathered(self._drawn(iterator))
+            for failure in (batch for batch in batches if isinstance(batch, Exception)):
+                raise failure
             present = [batch for batch in batches if batch is not None]
             if not present:
                 return
             for batch in present if self._differ else self._the_same(present):
                 yield self._cut(batch)
+
+    def _drawn(self, iterator: Iterator[Any]) -> Any:
+        """This rank's next batch, None at the end, or what its loader raised: all ranks shall hear of it."""
+        try:
+            drawn = next(iterator, None)
+            return None if drawn is None else dict(drawn)
+        except Exception as failure:
+            return ValueError(f"the loader failed: {type(failure).__name__}: {failure} (§9.14)")
 
     def _the_same(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(batches) != self.size or any(not _equal(batch, batches[0]) for batch in batches):

@@ -28,7 +28,7 @@ from ds_lite.agreement import raise_together
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import HeadDeal, Range, deal, deal_heads, side_by_side
 from ds_lite.grid import PipelineParallelGrid
-from ds_lite.sequence.context import current
+from ds_lite.sequence.context import current, runs_as_one_process
 from ds_lite.sequence.exchange import Layout, to_heads, to_sequence
 
 
@@ -83,16 +83,20 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        self._agree(query, key, value, batch_dim_idx)
-        tokens = [query.shape[1 - batch_dim_idx]] * ranks_of(self.spg)
+        context = current()
+        if runs_as_one_process():
+            return self._attend(query, key, value, batch_dim_idx, rotary_pos_emb, args, kwargs)
+        if context is not None and context.part is not None and self._is_its_group(context.group):
+            tokens = list(context.part.lengths)  # the engine has compared the ranks' batches
+            _check(query, key, value, batch_dim_idx)
+        else:
+            self._agree(query, key, value, batch_dim_idx)
+            tokens = [query.shape[1 - batch_dim_idx]] * ranks_of(self.spg)
         dealt = deal_of(query, key, ranks_of(self.spg), self.num_kv_heads)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if rotary_pos_emb is not None:
-                q, k = (_rotated(x, rotary_pos_emb, batch_dim_idx) for x in (q, k))
-            context = current()
             with context.inside() if context is not None else nullcontext():
-                return self.local_attn(q, k, v, *args, **kwargs)
+                return self._attend(q, k, v, batch_dim_idx, rotary_pos_emb, args, kwargs)
 
         return exchanged(
             local,
@@ -105,6 +109,26 @@ class DistributedAttention(nn.Module):
             lengths=tokens,
             dealt=dealt,
         )
+
+    def _is_its_group(self, group: ProcessGroup) -> bool:
+        """Whether an engine spreads its sequences over the ranks of this layer."""
+        return self.spg is not None and comm.ranks_of(group) == comm.ranks_of(self.spg)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch_dim_idx: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The local attention, on all tokens."""
+        if rotary is not None:
+            q, k = (_rotated(x, rotary, batch_dim_idx) for x in (q, k))
+        mixed: Tensor = self.local_attn(q, k, v, *args, **kwargs)
+        return mixed
 
     def _agree(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int) -> None:
         """Before anything is exchanged: do all ranks bring the same shapes, and can the heads be dealt?"""

@@ -33,6 +33,8 @@ class Kind:
     accepts: frozenset[str]
     route: str
     is_transformers: bool = False
+    num_ids: int | None = None  # token ids that the model knows
+    num_positions: int | None = None  # rows of its table of positions, if it has one
 
 
 def kind_of(model: nn.Module) -> Kind:
@@ -44,6 +46,12 @@ def kind_of(model: nn.Module) -> Kind:
     if is_transformers(model):
         return _of_transformers(model, accepts)
     _refuse_other_mixers(model)
+    for name, module in model.named_modules():
+        if is_transformers(module):
+            raise ValueError(
+                f"{name} is a {type(module).__name__} of transformers inside a module of another kind, which "
+                "hides its masks and positions; give initialize the model itself (§9.14)"
+            )
     own = sum(isinstance(module, DistributedAttention) for module in model.modules())
     route = f"{own} DistributedAttention layers" if own else "F.scaled_dot_product_attention"
     return Kind("tokens", None, accepts, route)
@@ -73,15 +81,59 @@ def _of_transformers(model: nn.Module, accepts: frozenset[str]) -> Kind:
             f"{name} has layers of type {', '.join(sorted(others))}, which mix tokens outside an attention "
             f"that can be exchanged; {', '.join(sorted(_LAYER_TYPES))} can (§9.14)"
         )
+    if any(kind in ("dynamic", "longrope") for kind in _rope_types(config)) and cut_of(model) == "tokens":
+        raise ValueError(
+            f"{name} has rotary positions whose frequencies depend on the length of the sequence "
+            f"({', '.join(_rope_types(config))}), which a rank with a part of it does not know; choose "
+            "another rope_type (§9.14)"
+        )
     loss = _loss_of(name)
-    makes_tokens = getattr(model, "main_input_name", "input_ids") != "input_ids"
-    picks_tokens = loss is None and (name.split("For")[0] != name or _has_pooler(model))
-    cut: Cut = "blocks" if makes_tokens or picks_tokens else "tokens"
+    cut = cut_of(model)
     if cut == "tokens":
         _refuse_other_mixers(model)
     register_with_transformers()
     model.set_attn_implementation(PREFIX + base)  # type: ignore[operator]
-    return Kind(cut, loss if cut == "tokens" else None, accepts, f"transformers' registry ({base})", True)
+    return Kind(
+        cut,
+        loss if cut == "tokens" else None,
+        accepts,
+        f"transformers' registry ({base})",
+        True,
+        num_ids=getattr(config, "vocab_size", None),
+        num_positions=_num_positions(model),
+    )
+
+
+def cut_of(model: nn.Module) -> Cut:
+    """At the batch, unless the model makes its own tokens or looks at some of them only."""
+    name = type(model).__name__
+    makes_tokens = getattr(model, "main_input_name", "input_ids") != "input_ids"
+    picks_tokens = _loss_of(name) is None and (name.split("For")[0] != name or _has_pooler(model))
+    return "blocks" if makes_tokens or picks_tokens else "tokens"
+
+
+def _rope_types(config: Any) -> list[str]:
+    """The kinds of rotary positions that a config names, of all its layer types."""
+    found: list[str] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            found.extend(str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str))
+            for item in value.values():
+                look(item)
+
+    for name in ("rope_parameters", "rope_scaling"):
+        look(getattr(config, name, None))
+    return sorted(set(found))
+
+
+def _num_positions(model: nn.Module) -> int | None:
+    tables = [
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return min(tables, default=None)
 
 
 def _base_of(model: nn.Module, name: str) -> str:
@@ -116,8 +168,9 @@ def _refuse_other_mixers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kernel: Any = getattr(module, "kernel_size", 1)
         is_wide = isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in kernel)
-        if is_wide or isinstance(module, nn.RNNBase):
+        is_norm_of_many = isinstance(module, nn.modules.batchnorm._NormBase)  # batch and instance norms
+        if is_wide or is_norm_of_many or isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which mixes neighbouring tokens; only attention is "
-                "exchanged between the ranks of a sequence (§9.14)"
+                f"{name} is a {type(module).__name__}, which mixes tokens; only attention is exchanged "
+                "between the ranks of a sequence (§9.14)"
             )

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_lite.agreement import raise_together
 from ds_lite.sequence.context import Context, current
 from ds_lite.sequence.data import Part
 from ds_lite.sequence.layer import deal_of, exchanged
@@ -52,13 +54,13 @@ def rerouted_sdpa(context: Context) -> Iterator[None]:
         options["enable_gqa"] = enable_gqa
         if context.part is None or context.is_inside:
             return original(query, key, value, attn_mask, **options)
+        _agree_on_call(query, key, attn_mask, context)
         mask = whole_mask(attn_mask, context)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with context.inside():
                 return original(q, k, v, _of_heads(mask, query.shape[1], q_heads), **options)
 
-        _check_tokens(query, key, context.part)
         dealt = deal_of(query, key, len(context.part.lengths), head_dim=1)
         q_heads = dealt.query[context.part.rank]
         return exchanged(
@@ -74,10 +76,49 @@ def rerouted_sdpa(context: Context) -> Iterator[None]:
         )
 
     F.scaled_dot_product_attention = distributed
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention would go by itself in eval
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         F.scaled_dot_product_attention = original
+
+
+def _agree_on_call(query: Tensor, key: Tensor, mask: Tensor | None, context: Context) -> None:
+    """A model of nobody's in particular may mask on one rank only; all ranks shall hear of what one refuses.
+
+    Communication: one all-reduce of a few numbers.
+    """
+    error: Exception | None = None
+    part = context.part
+    assert part is not None
+    try:
+        _check_tokens(query, key, part)
+        kind = _mask_kind(mask, part)
+    except ValueError as refusal:
+        error, kind = refusal, 0
+    raise_together(error, context.group, anyone=False, **{"kind of attention mask": kind})
+
+
+def _mask_kind(mask: Tensor | None, part: Part) -> int:
+    """0 none, 1 whole, 2 with this rank's queries, 3 with its keys.
+
+    Raises: ValueError for a mask between this rank's tokens alone: nothing says what the others are.
+    """
+    if mask is None:
+        return 0
+    here, (rows, columns) = part.lengths[part.rank], mask.shape[-2:]
+    if columns == part.total and rows in (1, part.total):
+        return 1
+    if columns == part.total and rows == here:
+        return 2
+    if columns == here and rows == 1 and here > 1:
+        return 3
+    raise ValueError(
+        f"an attention mask of shape {tuple(mask.shape)} is made for {here} of the {part.total} tokens; "
+        "give the model a mask of the whole sequence, or is_causal=True (§9.14)"
+    )
 
 
 def whole_mask(mask: Tensor | None, context: Context) -> Tensor | None:
@@ -91,17 +132,9 @@ def whole_mask(mask: Tensor | None, context: Context) -> Tensor | None:
         return None
     part = context.part
     assert part is not None
-    here, (rows, columns) = part.lengths[part.rank], mask.shape[-2:]
-    if columns == part.total and rows in (1, part.total):
-        return mask
-    if columns == part.total and rows == here:
-        return gather_tokens(mask, part, context.group, dim=mask.dim() - 2)
-    if columns == here and rows == 1:
-        return gather_tokens(mask, part, context.group, dim=mask.dim() - 1)
-    raise ValueError(
-        f"an attention mask of shape {tuple(mask.shape)} is made for {here} of the {part.total} tokens; "
-        "give the model a mask of the whole sequence, or is_causal=True (§9.14)"
-    )
+    kind = _mask_kind(mask, part)
+    dim = mask.dim() - (2 if kind == 2 else 1)
+    return mask if kind == 1 else gather_tokens(mask, part, context.group, dim=dim)
 
 
 def _of_heads(mask: Tensor | None, num_heads: int, heads: tuple[int, int]) -> Tensor | None:

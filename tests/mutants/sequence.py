@@ -312,3 +312,68 @@ def every_batch_once_a_rank() -> Patch:
 def not_whole_again_after_the_blocks() -> Patch:
     """The pooler of each rank looks at that rank's first token."""
     return mock.patch.object(blocks, "gather_tokens", lambda x, part, group: x)
+
+
+HARD = "tests/test_s09_14_hard_models.py"
+
+
+@killed_by(
+    MUTANTS,
+    f"{HARD}::test_models_that_count_positions_in_their_own_way[roberta]",
+    "DID NOT RAISE",
+    section="9.14",
+)
+def one_process_gets_our_positions() -> Patch:
+    """Few tokens are compared with a run that was given the same wrong positions."""
+    return mock.patch.object(auto_sp, "own_defaults", lambda model, inputs, given: dict(inputs))
+
+
+@killed_by(
+    MUTANTS,
+    f"{HARD}::test_backwards_in_another_order_than_forwards[stale]",
+    "assert|metadata|differs|size|shape|tokens",
+    section="9.14",
+    deadline=8.0,
+)
+def backward_of_the_last_forward() -> Patch:
+    """A recomputation works on the tokens of whichever forward came last."""
+
+    def never(self: SequenceParallel, outputs: Any, batch: Any) -> Any:
+        self.context.set_micro_batch(batch.part, batch.padding, batch.positions)
+        return outputs
+
+    return mock.patch.object(SequenceParallel, "_resumed_in_backward", never)
+
+
+@killed_by(
+    MUTANTS,
+    f"{HARD}::test_a_rank_may_lack_a_gradient[2]",
+    "deadline|did not finish|differs|size",
+    section="9.14",
+    deadline=8.0,
+)
+def scatters_beside_the_exchange_of_tokens() -> Patch:
+    """Buckets are scattered in the middle of backward, between exchanges that other ranks make first."""
+    from ds_lite.gradients import _Eager
+
+    def init(right: Any, self: Any, buckets: Any, waits_in_backward: bool) -> None:
+        right(self, buckets, False)
+
+    return around(_Eager, "__init__", init)
+
+
+@killed_by(MUTANTS, f"{HARD}::test_the_module_is_whole_outside_the_engine[vit]", "differs", section="9.14")
+def blocks_cut_outside_the_engine() -> Patch:
+    """Hooks of later blocks go on cutting when the module is called by itself."""
+
+    def running(right: Any, self: SequenceParallel, **direction: Any) -> Any:
+        @contextmanager
+        def left_open() -> Iterator[None]:
+            with right(self, **direction):
+                yield
+            if self._blocks is not None:
+                self.context.part, self.context.is_open = self._blocks.part, True
+
+        return left_open()
+
+    return around(SequenceParallel, "_running", running)
