@@ -11,6 +11,7 @@ import platform
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,8 +109,9 @@ def clear(folder: str | os.PathLike[str], *, from_rank: int = 0, before: float |
         if path.stem[4:].isdecimal() and int(path.stem[4:]) >= from_rank:
             path.unlink(missing_ok=True)
     for path in Path(folder).glob(f"{TABLE}*"):
-        if before is None or path.stat().st_mtime < before:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another rank's draft, which becomes the table meanwhile
+            if before is None or path.stat().st_mtime < before:
+                path.unlink()
 
 
 def write_table(folder: str | os.PathLike[str], text: str) -> None:

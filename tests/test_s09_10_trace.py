@@ -267,3 +267,14 @@ def test_a_script_leaves_with_its_own_status(tmp_path: Path, capfd: Any) -> None
     assert "rank" not in said.err
     assert [row.status for row in trace.read_rows(out)] == ["done", "done"]
     assert not (out / "hang_table.txt").exists()
+
+
+def test_a_draft_that_vanishes_while_the_folder_is_cleared(tmp_path, monkeypatch):
+    """Ranks that fail early may write the hang table while another one begins."""
+    draft = tmp_path / f"{trace_file.TABLE}.4711"
+    draft.write_text("half")
+    listed = list(tmp_path.glob("*"))
+    draft.unlink()
+    monkeypatch.setattr(type(tmp_path), "glob", lambda self, words: iter(listed))
+    trace_file.clear(tmp_path, before=1e12)
+    trace_file.clear(tmp_path)

@@ -54,6 +54,7 @@ class SequenceParallel:
         self._blocks = CutAtBlocks(model, self.context) if self.kind.cut == "blocks" else None
         self._has_compared = self._has_probed = False
         self._hits: dict[bool, int] = {}  # attentions of a forward, by the model's mode, as first seen
+        self._recomputed = 0  # attentions of a backward, as first seen
         self._late = ExitStack()  # the routes, in a backward that nobody announced
         self._needs_positions = False  # the model counts them by the mask
         self._parts: list[bool] | None = None  # which outputs have a rank's tokens, in order
@@ -148,11 +149,21 @@ class SequenceParallel:
                 "DistributedAttention, or remove sequence_parallel_size (§9.14)"
             )
         if is_backward:
-            return  # of one forward or several, recomputed or not
+            self._check_recomputed(hits)
+            return
         first = self._hits.setdefault(self.model.training, hits)
         if hits != first:
             raise RuntimeError(
                 f"{hits} attentions were exchanged in forward, the first time {first}; some attention went "
+                "another way (§9.14)"
+            )
+
+    def _check_recomputed(self, hits: int) -> None:
+        """A backward recomputes the attentions of one forward, of several, or of some layers of each."""
+        first = self._recomputed = self._recomputed or hits
+        if hits and hits % first and first % hits:
+            raise RuntimeError(
+                f"{hits} attentions were exchanged in backward, the first time {first}; some attention went "
                 "another way (§9.14)"
             )
 

@@ -236,7 +236,9 @@ def forward_only() -> Patch:
     def backward(self: SequenceParallel) -> Iterator[None]:
         yield
 
-    return mock.patch.object(SequenceParallel, "backward", backward)
+    return mock.patch.multiple(
+        SequenceParallel, backward=backward, _resumed_in_backward=lambda self, outputs, batch: outputs
+    )
 
 
 @killed_by(
@@ -277,7 +279,7 @@ REFUSED = f"{AUTO}::test_models_that_cannot_be_spread_are_refused_on_every_rank"
 @killed_by(MUTANTS, f"{REFUSED}[one of two by hand]", "DID NOT RAISE", section="9.14")
 def nothing_is_tried_first() -> Patch:
     """A model that mixes tokens out of reach trains on wrong numbers."""
-    return mock.patch.object(SequenceParallel, "_probe", lambda self, given, batch: None)
+    return around(auto_sp, "fault_of", lambda right, *args: (None, right(*args)[1]))
 
 
 @killed_by(MUTANTS, f"{REFUSED}[no attention]", "DID NOT RAISE", section="9.14")
