@@ -283,13 +283,30 @@ def lanes_of(rank: int, late_s: float) -> tuple[list[str], float, str]:
 def test_lanes_show_the_order_and_the_waiting(world: Any) -> None:
     (order, exposed, picture), (same, late, _) = world(lanes_of, 2, 0.3)
     assert order == same and len(order) == 16
-    assert order[:4] == [
-        "start part 0 layer 1 attention forward",
-        "wait part 0 layer 1 attention forward",
-        "start part 1 layer 1 attention forward",
-        "wait part 1 layer 1 attention forward",
+    forward = [f"part {part} layer 1 {half} forward" for half in ("attention", "MLP") for part in (0, 1)]
+    a, b, c, d = forward
+    assert order[:8] == [
+        f"start {a}",
+        f"start {b}",
+        f"wait {a}",
+        f"start {c}",
+        f"wait {b}",
+        f"start {d}",
+        f"wait {c}",
+        f"wait {d}",
     ]
-    assert order[-1] == "wait part 0 layer 1 attention backward"
+    back = [line.replace("forward", "backward") for line in (d, c, b, a)]
+    assert [line.split()[0] for line in order[8:]] == [
+        "start",
+        "start",
+        "wait",
+        "start",
+        "wait",
+        "start",
+        "wait",
+        "wait",
+    ]
+    assert [line.removeprefix("start ") for line in order[8:] if line.startswith("start")] == back
     assert exposed > 0.2 > late, "rank 0 waits for the one that is late"
     assert picture.startswith("<svg") and "rank 0" in picture
 
@@ -358,7 +375,7 @@ def test_a_sum_that_nobody_waits_for_is_noticed(world: Any) -> None:
     world(forgotten, 2)
 
 
-def test_parts_start_one_turn_apart() -> None:
+def test_parts_take_turns() -> None:
     order: list[str] = []
 
     def steps(name: str, count: int) -> Steps[str]:
@@ -368,5 +385,5 @@ def test_parts_start_one_turn_apart() -> None:
         return name
 
     assert interleave([steps("a", 3), steps("b", 2), steps("c", 0)]) == ["a", "b", "c"]
-    assert order == ["a0", "a1", "b0", "a2", "b1"]
+    assert order == ["a0", "b0", "a1", "b1", "a2"]
     assert list(itertools.chain(interleave([]))) == []

@@ -1,8 +1,7 @@
 """Several computations in turn, one step each (§9.15).
 
-A computation is a generator that yields where another one may go on: after it has started a sum over the
-ranks, and before it needs one. Each starts one turn after the one before, so that no two do the same thing at
-the same time: while one waits, another multiplies.
+A computation is a generator that yields where it has started a sum over the ranks and would have to wait for
+it: while the sum runs, the others multiply.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Steps = Generator[None, None, Result]
 
 
 def interleave(computations: Sequence[Steps[Result]]) -> list[Result]:
-    """The results of all, run a step at a time: first, then first and second, then first to third.
+    """The results of all, run a step at a time, one after another.
 
     >>> def count(name):
     ...     for i in range(3):
@@ -23,17 +22,15 @@ def interleave(computations: Sequence[Steps[Result]]) -> list[Result]:
     ...         yield
     ...     return name
     >>> interleave([count("a"), count("b")])
-    a 0 a 1 b 0 a 2 b 1 b 2 ['a', 'b']
+    a 0 b 0 a 1 b 1 a 2 b 2 ['a', 'b']
     """
     results: dict[int, Result] = {}
-    started = 0
     try:
         while len(results) < len(computations):
-            started = min(started + 1, len(computations))
-            for index in range(started):
+            for index, computation in enumerate(computations):
                 if index not in results:
                     try:
-                        next(computations[index])
+                        next(computation)
                     except StopIteration as end:
                         results[index] = end.value
     finally:

@@ -1,19 +1,21 @@
 """Transformer layers whose sums over the ranks run while another part of the batch is computed (§9.15).
 
 The batch is cut into parts. Each part goes through the layers by itself, and where it has started a sum the
-others go on:
+next one goes on:
 
-    part 0   norm  attention  project*  .         norm  MLP up    MLP down*  .
-    part 1         norm       attention project*  .     norm      MLP up     MLP down*
-                              * starts a sum of half the batch; a dot waits for it, when it has had time
+    part 0   norm attention project*   .                         norm MLP*   .
+    part 1                             norm attention project*   .           norm MLP*
+                                       * starts a sum of half the batch, which ends while the other computes
 
-Backward visits the same steps in reverse, so there the sums of the column layers hide under the other parts.
-Bytes are those of plain tensor parallelism, in as many messages more as there are parts.
+Backward visits the same steps in reverse, so there the sums of the column layers hide under the other parts
+(`pending.py` sees to the order). Bytes are those of plain tensor parallelism, in as many messages more as
+there are parts.
 
 Legend: T tokens, B sequences in the batch, H width, F width of the MLP, N heads, G key and value heads.
 
 Source: §9.15; DeepSpeed `runtime/domino/transformer.py` @ 0.19.8.
-Differs: DeepSpeed writes the order of both halves out for two halves; it ignores the attention mask and the
+Differs: DeepSpeed writes the order out for two halves and changes places more often, so that a sum hides
+under a part of a layer only; it ignores the attention mask and the
 gated MLP, drops attention in eval, and needs an even batch.
 """
 
@@ -148,13 +150,11 @@ class DominoTransformerLayer(nn.Module):
         """x + row(inner(norm(x))), the sum of the row layer begun and waited for in between."""
         stream = norm(x)
         normed = wait_in_backward(stream, pending, key)  # for the column layer alone
-        yield
-        if self.recomputes:
-            y = checkpoint(lambda normed: row(inner(normed, key))[0], normed)
-        else:
-            middle = inner(normed, key)
-            yield
-            y = row(middle)[0]
+
+        def through(normed: Tensor) -> Tensor:
+            return row(inner(normed, key))[0]
+
+        y = checkpoint(through, normed) if self.recomputes else through(normed)
         y = start_sum(y, pending, (*key, "forward"), self.group)
         yield
         y = finish_sum(y, pending, (*key, "forward"))

@@ -57,6 +57,7 @@ class Pending:
     def __init__(self) -> None:
         self._under_way: dict[Hashable, tuple[Any, Tensor]] = {}
         self._is_watched = False
+        self._last_wait: int | None = None
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -86,6 +87,17 @@ class Pending:
             work.wait()
         for watcher in _watchers:
             watcher.waited(key)
+
+    def put_off(self, node: Any) -> None:
+        """Let a wait of backward come after all that was computed, in forward, since the wait before it.
+
+        autograd runs what is ready in reverse order of creation. So a wait stands right behind the layer that
+        started its sum; with the number of the wait before it, the other part's layer comes in between.
+        """
+        own = node._sequence_nr()
+        if self._last_wait is not None:
+            node._set_sequence_nr(self._last_wait)
+        self._last_wait = own
 
     def drain(self) -> None:
         """Wait for everything: the computation has failed, and memory goes back to its owners."""
@@ -139,6 +151,8 @@ def wait_in_backward(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
     Gradient: passed on when its sum is there.
     """
     waited: Tensor = _Wait.apply(x, pending, key)
+    if waited.grad_fn is not None:
+        pending.put_off(waited.grad_fn)
     return waited
 
 

@@ -51,7 +51,6 @@ class Turns:
         """As `regions.enter`; backward begins the sum here and waits for it one step earlier."""
         key = self._next_key("in")
         waited = wait_in_backward(x, self.pending, key)
-        self.pause()
         return sum_in_backward(waited, self.pending, key, group)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -235,3 +235,9 @@ def _cleared(patch: Patch) -> Iterator[None]:
             yield
     finally:
         turns._running.clear()
+
+
+@killed_by(MUTANTS, f"{FILE}::test_lanes_show_the_order_and_the_waiting", "assert", section="9.15")
+def backward_waits_at_once() -> Patch:
+    """A wait of backward comes right behind the start of its sum, and nothing is hidden there."""
+    return mock.patch.object(Pending, "put_off", lambda self, node: None)
