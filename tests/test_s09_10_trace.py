@@ -271,10 +271,12 @@ def test_a_script_leaves_with_its_own_status(tmp_path: Path, capfd: Any) -> None
 
 def test_a_draft_that_vanishes_while_the_folder_is_cleared(tmp_path, monkeypatch):
     """Ranks that fail early may write the hang table while another one begins."""
-    draft = tmp_path / f"{trace_file.TABLE}.4711"
+    draft, old = (tmp_path / f"{trace_file.TABLE}{ending}" for ending in (".4711", ""))
     draft.write_text("half")
-    listed = list(tmp_path.glob("*"))
+    old.write_text("of an earlier job")
+    listed = [draft, old]
     draft.unlink()
     monkeypatch.setattr(type(tmp_path), "glob", lambda self, words: iter(listed))
     trace_file.clear(tmp_path, before=1e12)
+    assert not old.exists(), "the table after it is looked at all the same"
     trace_file.clear(tmp_path)
