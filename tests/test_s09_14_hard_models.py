@@ -89,8 +89,23 @@ def rope(rank: int) -> None:
         spread(llama(4, 4), 2)
 
 
-@pytest.mark.parametrize("body", [roberta, opt, rope], ids=lambda body: body.__name__)
-def test_models_that_count_positions_in_their_own_way(world: Any, body: Callable[[int], None]) -> None:
+def cached(rank: int) -> None:
+    """A model that gives its cache whether it is asked to or not."""
+    make = hf(
+        "GraniteMoeForCausalLM", "GraniteMoeConfig", **SMALL, intermediate_size=12, num_local_experts=2,
+        num_experts_per_tok=1, num_key_value_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    with KeepWide():
+        batch = tokens(0, 9)
+        truth, model = make(4, 4), make(4, 4)
+        for one in (truth, model):
+            one.set_experts_implementation("eager")  # type: ignore[operator]  # grouped products: no float64
+        loss, _ = one_process(MODELS["llama"], truth, batch)
+        assert_close(spread(model, 2)(**batch).loss.detach(), loss.detach(), LAW, "loss")
+
+
+@pytest.mark.parametrize("body", [roberta, opt, rope, cached], ids=lambda body: body.__name__)
+def test_models_of_transformers_with_ways_of_their_own(world: Any, body: Callable[[int], None]) -> None:
     world(body, 2)
 
 

@@ -73,8 +73,9 @@ class SequenceParallel:
         Returns what the model returns. With `labels` for each token, its `loss` is that of all tokens, and
         its logits are this rank's (B, T/sp, V); without them outputs (B, T/sp, ...) come back whole.
 
-        Communication: one all-reduce of a few numbers; two exchanges for each attention; with labels one
-        all-reduce of the loss, else all-gathers of the outputs.
+        Communication: one all-reduce of a few numbers; two exchanges for each attention, and where it is
+        torch's, not transformers', one all-reduce of a few numbers before them; with labels one all-reduce
+        of the loss, else all-gathers of the outputs. The first call also runs a few tokens twice.
         Raises: ValueError, on every rank, for what cannot be cut, and for ranks with different batches.
         """
         self._close_what_failed()
@@ -124,6 +125,11 @@ class SequenceParallel:
             if x.requires_grad and not x.is_leaf:
                 x.register_hook(resume)
         return outputs
+
+    @property
+    def _is_strict(self) -> bool:
+        """Whether outputs may hold nothing but tensors; transformers' hold caches, too."""
+        return self.kind.cut == "tokens" and not self.kind.is_transformers
 
     def _close_what_failed(self) -> None:
         """A caller's own backward that raised has left the routes open."""
@@ -204,7 +210,7 @@ class SequenceParallel:
                     f"{type(self.model).__name__} fails on a part of its tokens: {failure}; remove "
                     "sequence_parallel_size (§9.14)"
                 ) from failure
-        return fault_of(self.model, whole, spread, mine.part)
+        return fault_of(self.model, whole, spread, mine.part, is_strict=self._is_strict)
 
     def _agreed(self, given: Mapping[str, Any]) -> Cut:
         """What this rank runs, once all ranks know that they were given the same."""
@@ -229,7 +235,7 @@ class SequenceParallel:
 
     def _whole(self, outputs: Any, part: Part) -> Any:
         """Outputs with all tokens: those that were parts of few tokens are parts of these."""
-        found = list(tensors_of(outputs))
+        found = list(tensors_of(outputs, is_strict=self._is_strict))
         if any(x.dim() == 0 and x.is_floating_point() for x in found):
             raise ValueError(
                 f"{type(self.model).__name__} gives one number, made of this rank's tokens alone; return "

@@ -128,10 +128,13 @@ def _rope_types(config: Any) -> list[str]:
 
 
 def _num_positions(model: nn.Module) -> int | None:
+    """Rows of the smallest table of positions; one of distances between tokens is none."""
     tables = [
         module.num_embeddings
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        if isinstance(module, nn.Embedding)
+        and ("position" in name or name.endswith("wpe"))
+        and "relative" not in name
     ]
     return min(tables, default=None)
 

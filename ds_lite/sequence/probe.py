@@ -73,14 +73,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def fault_of(
-    model: nn.Module, whole: Any, spread: Any, part: Part | None
+    model: nn.Module, whole: Any, spread: Any, part: Part | None, *, is_strict: bool
 ) -> tuple[ValueError | None, list[bool]]:
     """The error to raise if this rank's outputs are not its tokens of the whole ones, None if they are; and
     which of them are parts, in order.
 
-    Compared to half of the digits that the dtype has.
+    Compared to half of the digits that the dtype has; `is_strict` as for `tensors_of`.
     """
-    is_strict = part is not None
     ones, others = (list(tensors_of(x, is_strict=is_strict)) for x in (whole, spread))
     parts: list[bool] = []
     for one, mine in zip(ones, others, strict=len(ones) == len(others)):
