@@ -123,7 +123,6 @@ def _not_built(config: DSConfig) -> list[str]:
             tensor.tp.mpu is not None or tensor.tp.tp_group is not None,
             "tensor_parallel.tp.mpu and tp.tp_group are not read; pass initialize(mpu=...) (§9.7)",
         ),
-        (tensor.tp_overlap_comm, not_yet("tensor_parallel.tp_overlap_comm=true", "write false", "§9.15")),
         (config.expert_parallel.enabled, not_yet("expert_parallel.enabled=true", "write false", "§9.4")),
         (
             bool(config.compile.passes),

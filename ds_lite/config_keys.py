@@ -121,7 +121,9 @@ class TensorParallel(Block):
         default_factory=TensorParallelGroup, description="The degree and group, DeepSpeed's block."
     )
     dtype: Any = unused("fp16", "The blocks fp16 and bf16 decide.")
-    tp_overlap_comm: bool = Field(False, description="Overlap the all-reduce of backward with computation.")
+    tp_overlap_comm: bool = Field(
+        False, description="Sum a column layer's input gradient while its weight's is computed."
+    )
     domino: bool = Field(False, description="Each block runs its batch in two parts; sums hide under them.")
     partition_config: dict[str, Any] | None = Field(
         None, description="Which weights are cut, by pattern and how."

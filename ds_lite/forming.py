@@ -23,6 +23,7 @@ from ds_lite.tags import tags_of
 from ds_lite.tensor_parallel.auto_tp import auto_tp, plan_of
 from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue
 from ds_lite.tensor_parallel.partition_config import config_of
+from ds_lite.tensor_parallel.sharded import ShardedLayer
 from ds_lite.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
@@ -250,6 +251,13 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
             f"layers of ds_lite.tensor_parallel, e.g. LinearLayer and LinearAllreduce, or name its linear "
             f"layers in tensor_parallel.partition_config (§9.3 §9.13)"
         )
+    for module in sharded_layers(model):
+        module.overlaps = module.overlaps or config.tensor_parallel.tp_overlap_comm
+
+
+def sharded_layers(model: nn.Module) -> list[ShardedLayer]:
+    """The layers of ds_lite that hold a part of their weights."""
+    return [module for module in model.modules() if isinstance(module, ShardedLayer)]
 
 
 def hide_sums(model: nn.Module, config: DSConfig) -> None:

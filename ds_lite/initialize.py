@@ -27,6 +27,7 @@ from ds_lite.forming import (
     form_grid,
     hide_sums,
     make_replicas_equal,
+    sharded_layers,
     state_of,
     with_degree_of_model,
     with_mesh,
@@ -145,9 +146,16 @@ def _make_engine(
 
 
 def _idle_here(model: nn.Module, config: DSConfig) -> list[str]:
-    """Keys that work for other modules than this one: its script recomputes what it wants, and how."""
-    is_idle = config.activation_checkpointing.cpu_checkpointing and not isinstance(model, PipelineModule)
-    return ["activation_checkpointing.cpu_checkpointing"] if is_idle else []
+    """Keys that work for other modules than this one: its script recomputes what it wants, and how; layers
+    that are not ds_lite's sum as they like."""
+    if isinstance(model, PipelineModule):
+        return []
+    asked = {
+        "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
+        "tensor_parallel.tp_overlap_comm": config.tensor_parallel.tp_overlap_comm
+        and not sharded_layers(model),
+    }
+    return [key for key, is_idle in asked.items() if is_idle]
 
 
 def _kind(model: nn.Module, config: DSConfig, mpu: Any) -> Kind | None:

@@ -62,7 +62,7 @@ class ParallelAttention(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.query, LinearLayer)
-        return super().forward(enter(x, self.query.group))  # once for all three
+        return super().forward(enter(x, self.query.group, overlaps=self.query.overlaps))  # once for all
 
 
 class ParallelMLP(MLP):

@@ -14,6 +14,8 @@ from ds_lite.domino import DominoTransformer
 from ds_lite.tags import whole
 
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, LAYERS = 5, 12, 4, 3, 20, 2
+PLAIN, DOMINO, OVERLAP = {}, {"domino": True}, {"tp_overlap_comm": True}
+SWITCHES: list[dict[str, bool]] = [PLAIN, DOMINO, OVERLAP, DOMINO | OVERLAP]
 
 
 class Mpu:
@@ -107,3 +109,13 @@ def norm(x: Tensor, weights: dict[str, Tensor], name: str, config: Any) -> Tenso
     if getattr(config, "normalization", "LayerNorm") == "RMSNorm":
         return F.rms_norm(x, (WIDTH,), weights[f"{name}.weight"], 1e-5)
     return F.layer_norm(x, (WIDTH,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def switched(switches: dict[str, bool], zero: int = 0, samples: int = 3, tp: int = 2) -> dict[str, Any]:
+    """A ds_config."""
+    return {
+        "train_micro_batch_size_per_gpu": samples,
+        "tensor_parallel": {"autotp_size": tp, **switches},
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,6 +164,31 @@ def test_a_stack_in_parts_equals_one_process(
     world: Any, ranks: int, name: str, samples: int, parts: int, has_mask: bool
 ) -> None:
     world(equals_one_process, 4, ranks, name, samples, parts, has_mask)
+
+
+def one_rank_is_late(rank: int, late: int, name: str) -> None:
+    """Half a second before each of its collectives; nobody may read a sum before it is there."""
+    if rank == late:
+        all_reduce = comm.all_reduce
+        with mock.patch.object(
+            comm, "all_reduce", lambda *args, **named: (time.sleep(0.5), all_reduce(*args, **named))[1]
+        ):
+            equals_one_process(rank, 4, name, 2, 2, True)
+    else:
+        equals_one_process(rank, 4, name, 2, 2, True)
+
+
+@pytest.mark.parametrize(
+    "late, name",
+    [
+        (2, "plain"),
+        pytest.param(0, "recomputed intra", marks=pytest.mark.full),
+        pytest.param(3, "gated", marks=pytest.mark.full),
+        pytest.param(1, "recomputed", marks=pytest.mark.full),
+    ],
+)
+def test_a_stack_with_a_late_rank_equals_one_process(world: Any, late: int, name: str) -> None:
+    world(one_rank_is_late, 4, late, name)
 
 
 def bit_for_bit(rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from domino_models import DOMINO, SWITCHES, switched
 from families import KeepWide
 from sequence_models import MODELS, one_process
 from shard_checks import pattern
@@ -27,25 +28,18 @@ pytest.importorskip("greenlet", reason="not proved here: Domino on models that k
 pytestmark = pytest.mark.xdist_group("sequence")
 
 
-def config_of(domino: bool, zero: int = 0, samples: int = 3) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": samples,
-        "tensor_parallel": {"autotp_size": 2, "domino": domino},
-        "zero_optimization": {"stage": zero},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-
-
-def equals_one_process(rank: int, name: str, heads: int, kv_heads: int, zero: int, recompute: str) -> None:
+def equals_one_process(
+    rank: int, name: str, heads: int, kv_heads: int, zero: int, recompute: str, tp: int = 2
+) -> None:
     with KeepWide():
         model = MODELS[name]
         truth = model.make(heads, kv_heads)
-        calls = {}
-        for domino in (False, True):
+        calls = []
+        for switches in SWITCHES:
             module = model.make(heads, kv_heads)
             if recompute:
                 module.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})  # type: ignore[operator]
-            engine = ds_lite.initialize(model=module, config=config_of(domino, zero))[0]
+            engine = ds_lite.initialize(model=module, config=switched(switches, zero, tp=tp))[0]
             batch = model.batch(0, 9)
             labels = batch.pop("labels")
             if model.loss == "causal":
@@ -60,16 +54,18 @@ def equals_one_process(rank: int, name: str, heads: int, kv_heads: int, zero: in
                 shifted = (logits[:, :-1], labels[:, 1:]) if model.loss == "causal" else (logits, labels)
                 got = F.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten())
                 engine.backward(got)
-            calls[domino] = ledger.total(axis="model", operation="all_reduce")
+            calls.append(ledger.total(axis="model", operation="all_reduce"))
             assert_close(got.detach(), loss.detach(), LAW, "loss")
             for key, weight in truth.named_parameters():
                 wanted = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 found = engine.gradients.full(key)
                 assert_close(torch.zeros_like(weight) if found is None else found, wanted, LAW, key)
             engine.step()
-        assert calls[True].calls > calls[False].calls, "the blocks' sums are made for each part"
+        plain, domino, overlap, both = calls
+        assert overlap == plain, "the sums are the same ones"
+        assert domino.calls == both.calls > plain.calls, "the blocks' sums are made for each part"
         if recompute != "again":  # torch stops a recomputation as soon as it has what it needs
-            assert calls[True].sent == calls[False].sent, "of as many bytes"
+            assert domino.sent == both.sent == plain.sent, "of as many bytes"
         assert running() is None
 
 
@@ -82,6 +78,8 @@ CASES = [
     ("gpt2", 4, 4, 0, "reentrant"),
     ("bert", 6, 6, 2, ""),
     ("qwen2", 6, 3, 0, ""),
+    ("llama", 8, 2, 1, "", 4),  # key and value heads are replicated
+    ("gpt2", 8, 8, 0, "", 4),
 ]
 
 
@@ -132,7 +130,7 @@ class Centred(nn.Module):
 
 
 def start(model: nn.Module, samples: int = 3) -> Any:
-    return ds_lite.initialize(model=model, config=config_of(True, samples=samples))[0]
+    return ds_lite.initialize(model=model, config=switched(DOMINO, samples=samples))[0]
 
 
 def dependent(rank: int) -> None:
@@ -196,7 +194,7 @@ def test_a_part_that_fails_leaves_nothing_behind(world: Any) -> None:
 def refused(rank: int) -> None:
     with pytest.raises(ValueError, match="domino=true in a PipelineModule or beside sequence_parallel_size"):
         ds_lite.initialize(
-            model=MODELS["llama"].make(4, 4), config={**config_of(True), "sequence_parallel_size": 2}
+            model=MODELS["llama"].make(4, 4), config={**switched(DOMINO), "sequence_parallel_size": 2}
         )
 
 

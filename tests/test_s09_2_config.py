@@ -303,7 +303,6 @@ def test_something_other_than_a_config_is_a_type_error(config):
             {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}},
             "injection_policy_tuple is not read.*partition_config",
         ),
-        ({"tensor_parallel": {"tp_overlap_comm": True}}, "tp_overlap_comm=true is not yet"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=true is not yet"),
         ({"compile": {"passes": ["z1"]}}, r"compile.passes=\['z1'\] is not yet"),
     ],

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
@@ -37,11 +36,11 @@ class SharedRows(ShardedLayer):
         return self._ranges
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter(x, self.group)
+        x = enter(x, self.group, overlaps=self.overlaps)
         rows = self.ranges[comm.get_rank(self.group)]
         weight = strided_copy(self.weight, rows, self.out_dim)
         bias = None if self.bias is None else strided_copy(self.bias, rows)
-        return F.linear(x, weight.T if self.is_transposed else weight, bias)
+        return self.linear(x, weight.T if self.is_transposed else weight, bias)
 
 
 class SharedQueryKeyValue(ShardedLayer):
@@ -93,13 +92,13 @@ class SharedQueryKeyValue(ShardedLayer):
         return tuple(one for is_q, one in rows if is_q), tuple(one for is_q, one in rows if not is_q)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter(x, self.group)
+        x = enter(x, self.group, overlaps=self.overlaps)
         places = torch.tensor(self.places, device=x.device)
         weight = torch.cat([self.weight, self.kv_weight], dim=self.out_dim).index_select(self.out_dim, places)
         bias = None
         if self.bias is not None and self.kv_bias is not None:
             bias = torch.cat([self.bias, self.kv_bias]).index_select(0, places)
-        return F.linear(x, weight.T if self.is_transposed else weight, bias)
+        return self.linear(x, weight.T if self.is_transposed else weight, bias)
 
     def split_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter of the module that this layer was made from, and the one that was split from it."""

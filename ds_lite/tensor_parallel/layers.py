@@ -72,7 +72,7 @@ class LinearLayer(ShardedLayer):
         return ranges
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.input_is_entered else enter(x, self.group)
+        x = x if self.input_is_entered else enter(x, self.group, overlaps=self.overlaps)
         y = self.product(x, self.bias)
         return gather(y, self.ranges, self.group) if self.gather_output else y
 
@@ -190,11 +190,11 @@ class KeyValueLinear(ShardedLayer):
         return columns
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.input_is_entered else enter(x, self.group)
+        x = x if self.input_is_entered else enter(x, self.group, overlaps=self.overlaps)
         if self.rows is None:
-            return F.linear(x, self.weight, self.bias)
+            return self.linear(x, self.weight, self.bias)
         rows = slice(*self.rows)
-        return F.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
+        return self.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -257,7 +257,7 @@ class VocabParallelEmbedding(ShardedLayer):
         Shapes: hidden (..., width) -> (..., V/tp).
         Communication: backward one all-reduce of hidden's size.
         """
-        return F.linear(enter(hidden, self.group), self.weight)
+        return self.linear(enter(hidden, self.group, overlaps=self.overlaps), self.weight, None)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
         """The scores of the whole vocabulary on every rank.

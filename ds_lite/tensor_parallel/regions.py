@@ -24,14 +24,16 @@ from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import Ranges
 from ds_lite.tags import Cut
+from ds_lite.tensor_parallel.overlap import enter_overlapped
 from ds_lite.tensor_parallel.turns import running
 
 
-def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def enter(x: Tensor, group: ProcessGroup | None, *, overlaps: bool = False) -> Tensor:
     """Use a whole activation in a region where each rank computes a part.
 
     Layers that take the same tensor, such as q, k and v, share one entry, and so one all-reduce in backward.
-    (A tensor without history, which nobody computed, is entered anew by each.)
+    (A tensor without history, which nobody computed, is entered anew by each.) With `overlaps` the all-reduce
+    runs while the layers' weight gradients are computed (`overlap.py`).
 
     Shapes: x -> the same.
     Communication: forward none; backward one all-reduce of x's size.
@@ -48,7 +50,10 @@ def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     entries = x.__dict__.setdefault("_ds_lite_entries", {})
     version, entered = entries.get(group, (None, x))
     if version != x._version:  # a layer may have changed x in place since
-        entered = _Enter.apply(x, group) if turns is None else turns.enter(x, group)
+        if turns is not None:
+            entered = turns.enter(x, group)
+        else:
+            entered = enter_overlapped(x, group) if overlaps else _Enter.apply(x, group)
         entries[group] = x._version, entered
     return entered
 

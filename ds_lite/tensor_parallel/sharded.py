@@ -13,6 +13,7 @@ from ds_lite.dealing import Ranges
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.tags import Cut, cut, cut_of
 from ds_lite.tensor_parallel.kinds import is_conv1d
+from ds_lite.tensor_parallel.overlap import linear_overlapped
 
 Dealing = Callable[[int], Ranges]  # how a dimension is dealt over so many ranks
 
@@ -41,6 +42,7 @@ class ShardedLayer(nn.Module):
         self.group: ProcessGroup | None = None
         self.ranges: Ranges = ()
         self.place = ""
+        self.overlaps = False  # tp_overlap_comm
 
     def bind(self, grid: PipelineParallelGrid) -> None:
         """Join the grid's tensor-parallel group; does nothing on a layer that has a group."""
@@ -66,7 +68,11 @@ class ShardedLayer(nn.Module):
 
         Shapes: x (..., in) -> (..., out), what this rank holds of each.
         """
-        return F.linear(x, self.weight.T if self.is_transposed else self.weight, bias)
+        return self.linear(x, self.weight.T if self.is_transposed else self.weight, bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear; a layer that overlaps computes the gradients of weight and bias beside the sum of x's."""
+        return (linear_overlapped if self.overlaps else F.linear)(x, weight, bias)
 
     @property
     def in_features(self) -> int:

@@ -14,7 +14,7 @@ from ds_lite import comm
 from ds_lite.domino import async_linear, attention, blocks, transformer
 from ds_lite.domino.async_linear import RowParallelLinearNoComm
 from ds_lite.domino.attention import CoreAttention
-from ds_lite.tensor_parallel import pending, turns
+from ds_lite.tensor_parallel import overlap, pending, sharded, turns
 from ds_lite.tensor_parallel.pending import Pending
 from mutants import Mutant, Patch, around, killed_by
 
@@ -23,6 +23,9 @@ MUTANTS: list[Mutant] = []
 FILE = "tests/test_s09_15_domino.py"
 LATE = f"{FILE}::test_b38_the_numbers_of_the_report[2-0]"
 B38 = f"{FILE}::test_b38_the_numbers_of_the_report[2-None]"
+OVERLAP = "tests/test_s09_15_overlap.py"
+IN_ORDER = "test_weights_get_their_gradients_while_the_input_s_is_summed"
+HARD = "test_regions_of_two_layers_frozen_weights_and_retained_graphs"
 STACK = f"{FILE}::test_a_stack_in_parts_equals_one_process"
 
 
@@ -241,3 +244,21 @@ def _cleared(patch: Patch) -> Iterator[None]:
 def backward_waits_at_once() -> Patch:
     """A wait of backward comes right behind the start of its sum, and nothing is hidden there."""
     return mock.patch.object(Pending, "put_off", lambda self, node: None)
+
+
+@killed_by(MUTANTS, f"{OVERLAP}::{IN_ORDER}[gpt2]", "assert", section="9.15")
+def weights_at_once() -> Patch:
+    """Both gradients come together: when the sum begins, the weights have theirs."""
+    return mock.patch.object(sharded, "linear_overlapped", F.linear)
+
+
+@killed_by(MUTANTS, f"{OVERLAP}::{HARD}", "differs|None", section="9.15")
+def the_late_bias_is_forgotten() -> Patch:
+    """Only the weight gets its gradient late; the bias gets none."""
+
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        _, of_weight, _ = late(ctx)
+        return None, of_weight, None
+
+    late = overlap._Late.backward
+    return mock.patch.object(overlap._Late, "backward", staticmethod(backward))
