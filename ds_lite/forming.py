@@ -267,37 +267,45 @@ def hide_sums(model: nn.Module, config: DSConfig) -> None:
     """
     if config.tensor_parallel.degree == 1:
         return
-    if isinstance(model, PipelineModule) or config.sequence_parallel_size > 1:
+    whole = whole_of(model)
+    if isinstance(whole, PipelineModule) or config.sequence_parallel_size > 1:
         raise ValueError(
-            "domino=true in a PipelineModule or beside sequence_parallel_size is not yet built into ds_lite; "
-            "write false (§9.15)"
+            "domino=true in a PipelineModule of LayerSpecs or beside sequence_parallel_size is not yet built "
+            "into ds_lite; write false, or make the pipeline by PipelineModule.from_model (§9.15)"
         )
-    said = run_blocks_in_parts(model)
+    said = run_blocks_in_parts(whole)
     if comm.get_rank() == 0:
         print(f"ds_lite: {said}", flush=True)
 
 
 def _cut_automatically(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:
     """AutoTP for a model that knows nothing of tensor parallelism."""
-    tensor = config.tensor_parallel
-    knows = any(callable(getattr(module, "bind", None)) for module in model.modules()) or any(
-        tags_of(parameter).model != "full" for parameter in model.parameters()
+    tensor, whole = config.tensor_parallel, whole_of(model)
+    knows = any(callable(getattr(module, "bind", None)) for module in whole.modules()) or any(
+        tags_of(parameter).model != "full" for parameter in whole.parameters()
     )
-    if tensor.degree == 1 or isinstance(model, PipelineModule) or (knows and plan_of(model) is None):
+    if tensor.degree == 1 or isinstance(whole, PipelineModule) or (knows and plan_of(whole) is None):
         if tensor.degree > 1 and (tensor.has_plan or tensor.vocab_parallel_lm_head):
             raise ValueError(
                 "tensor_parallel names layers to cut, but the model is a PipelineModule or made of layers "
-                "that cut themselves; remove partition_config, preset_model and vocab_parallel_lm_head "
-                "(§9.13)"
+                "that cut themselves; remove partition_config, preset_model and vocab_parallel_lm_head, or "
+                "make the pipeline by PipelineModule.from_model (§9.13)"
             )
         return
     auto_tp(
-        model,
+        whole,
         grid.group("model"),
         grain=tensor.grain,
         partition_config=config_of(tensor.partition_config, tensor.preset_model),
         vocab_parallel=bool(tensor.vocab_parallel_lm_head),
     )
+    if isinstance(model, PipelineModule):
+        model.adopt()
+
+
+def whole_of(model: nn.Module) -> nn.Module:
+    """The model that a pipeline was made from, with all its blocks; any other model itself."""
+    return model.hull.model if isinstance(model, PipelineModule) and model.hull is not None else model
 
 
 def add_split_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

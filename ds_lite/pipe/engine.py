@@ -19,6 +19,7 @@ from ds_lite.config_keys import DSConfig
 from ds_lite.data import RepeatingLoader, different_data, take_micro_batches
 from ds_lite.engine import Engine
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.pipe.causal_lm.batches import by_name
 from ds_lite.pipe.instructions import (
     BackwardPass,
     ForwardPass,
@@ -79,7 +80,7 @@ class PipelineEngine(Engine):
         input_dtype = self.dtype if self._casts_inputs else None
         self.stage = Stage(module, previous, following, self.device, input_dtype)
         self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None if module.hull is None else by_name
         self._fate = SharedFate(self.stage, self.gradients, exchanges_tokens=grid.exchanges_tokens)
 
     def _link(self, stage_id: int) -> StageLink:

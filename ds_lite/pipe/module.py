@@ -7,6 +7,7 @@ runs them. Layers that share weights across stages are `TiedLayerSpec`s with one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,10 @@ from ds_lite.pipe.building import (
     rng_restored,
     set_random_seed,
 )
+from ds_lite.pipe.causal_lm.hull import Hull
+from ds_lite.pipe.causal_lm.layers import Piece, layers_of
+from ds_lite.pipe.causal_lm.loss import CausalLoss
+from ds_lite.pipe.causal_lm.weights import keep_only
 from ds_lite.pipe.partition import partition_layers
 from ds_lite.tags import tag
 from ds_lite.topology import PipeDataParallelTopology, ProcessTopology
@@ -97,7 +102,64 @@ class PipelineModule(nn.Module):
         self._tied_specs = check_ties(self._specs)
         self._grid: PipelineParallelGrid | None = None
         self._ties: list[Tie] = []
+        self.hull: Hull | None = None
         self._build()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> PipelineModule:
+        """A causal language model of transformers as a pipeline; nothing of it is written anew.
+
+        The model is taken over: this stage keeps its layers, the rest loses its storage. A model whose
+        parameters are on the meta device (`parameters_on_meta`) is filled from a safetensors folder, of which
+        this stage reads its own tensors. Batches are (inputs, labels), where inputs are input_ids or a tuple
+        of input_ids, attention_mask, position_ids; or dicts with these names and labels. `loss_fn` gets the
+        logits and the labels; by default it is the model's own loss. `options` are those of the class.
+
+        Shapes: ids, masks, positions, labels (B, T); logits (B, T, V).
+        Raises: ValueError for a model whose layers are not found, weights that are nowhere, and what the
+        class refuses.
+        """
+        hull = Hull(model)
+        module = cls(layers_of(hull), num_stages, topology, loss_fn or CausalLoss(hull), **options)
+        module.hull = hull
+        module.fill(weights)
+        return module
+
+    def fill(self, weights: str | os.PathLike[str] | None) -> None:
+        """Keep this stage's weights of the model around, and read those that have no values yet."""
+        assert self.hull is not None
+        keep_only(self.hull.model, self, self.original_names(), weights)
+
+    def original_names(self) -> dict[str, str]:
+        """This stage's parameters and what the model that they come from calls them."""
+        if self.hull is None:
+            return {}
+        starts = [
+            (f"{place}.{key}.", f"{name}.")
+            for place, piece in self._pieces()
+            for key, name in piece.names.items()
+        ]
+        return {
+            name: next(there + name[len(here) :] for here, there in starts if name.startswith(here))
+            for name, _ in self.named_parameters()
+        }
+
+    def adopt(self) -> None:
+        """Take this stage's modules as the model around has them now, after AutoTP has cut it."""
+        for _, piece in self._pieces():
+            piece.adopt()
+
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Piece)]
 
     # -------------------------------------------------------------------------------------- building
 

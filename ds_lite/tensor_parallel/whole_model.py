@@ -55,7 +55,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     is_writer = comm.get_rank() == 0
     kept: dict[str, Tensor] = {}
-    again = {name for others in _aliases(model).values() for name in others}
+    again = {name for others in aliases_of(model).values() for name in others}
     for name, tensor in whole_state(model):
         if is_writer and name not in again:
             kept[name] = tensor.cpu().contiguous()
@@ -105,8 +105,8 @@ def load_shards(
 
     Raises: ValueError for a weight that the source lacks, or that has another shape.
     """
-    get, known = _reader(source)
-    aliases = _aliases(model)
+    get, known = weights_by_name(source)
+    aliases = aliases_of(model)
     made: dict[int, nn.Parameter] = {}
     for name, module, key in _places(model):
         found = next((alias for alias in [name, *aliases.get(name, ())] if alias in known), None)
@@ -150,7 +150,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{path}.{key}".lstrip("."), module, key
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
+def aliases_of(model: nn.Module) -> dict[str, list[str]]:
     """Other names of tied weights: a file holds one of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -168,7 +168,7 @@ def _parts(module: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
     return {key: tensor if how is None else how.take(tensor, comm.get_rank(how.group))}
 
 
-def _reader(
+def weights_by_name(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
 ) -> tuple[Callable[[str], Tensor], set[str]]:
     """How to get one weight by name, and the names there are."""

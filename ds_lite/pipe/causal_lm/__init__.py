@@ -1,0 +1,1 @@
+"""Causal language models of transformers as pipelines (§9.9)."""
