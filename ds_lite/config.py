@@ -123,7 +123,12 @@ def _not_built(config: DSConfig) -> list[str]:
             tensor.tp.mpu is not None or tensor.tp.tp_group is not None,
             "tensor_parallel.tp.mpu and tp.tp_group are not read; pass initialize(mpu=...) (§9.7)",
         ),
-        (config.expert_parallel.enabled, not_yet("expert_parallel.enabled=true", "write false", "§9.4")),
+        (
+            config.expert_parallel.expert_tensor_parallel_size not in (1, tensor.degree),
+            f"expert_parallel.expert_tensor_parallel_size={config.expert_parallel.expert_tensor_parallel_size} "
+            f"is neither 1 nor the degree of tensor_parallel, {tensor.degree}: AutoTP cuts experts like every "
+            f"other layer; leave the key out (§9.4)",
+        ),
         (
             bool(config.compile.passes),
             not_yet(f"compile.passes={config.compile.passes}", "leave the key out", "§9.13"),

@@ -163,24 +163,20 @@ class ExpertParallel(Block):
     )
     autoep_size: int = Field(1, ge=1, description="Expert-parallel degree.")
     expert_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel degree inside an expert.")
-    validate_folding_routing: bool = Field(False, description="Check that folded ranks route alike.")
-    preset_model: str | None = Field(None, description="Name of a known architecture.")
-    moe_layer_pattern: str | None = Field(None, description="Regex for the names of MoE blocks.")
-    expert_pattern: str | None = Field(None, description="Regex for the names of experts in a block.")
-    router_pattern: str | None = Field(None, description="Regex for the name of the router in a block.")
-    use_grouped_mm: bool = Field(True, description="One grouped product for all local experts.")
-    route_norm: bool | None = Field(
-        None, description="Whether the weights of the chosen experts add up to 1."
-    )
-    route_scale: float = Field(1.0, description="Factor on the weights of the chosen experts.")
-    score_func: str = Field("auto", description="How logits become scores; auto asks the model.")
-    top_k: int | Literal["auto"] = Field("auto", description="Experts per token; auto asks the model.")
-    score_apply: str = Field(
-        "auto", description="Weight the tokens before or after the expert; auto asks the model."
-    )
-    combine_impl: str = Field("auto", description="How the outputs of the experts are added up.")
-    num_expert_groups: int | None = Field(None, description="Groups of experts, for group-limited routing.")
-    num_limited_groups: int | None = Field(None, description="Groups a token may choose from.")
+    validate_folding_routing: bool = unused(False, "Check that folded ranks route alike.")
+    preset_model: str | None = unused(None, "Name of a known architecture.")
+    moe_layer_pattern: str | None = unused(None, "Regex for the names of MoE blocks.")
+    expert_pattern: str | None = unused(None, "Regex for the names of experts in a block.")
+    router_pattern: str | None = unused(None, "Regex for the name of the router in a block.")
+    use_grouped_mm: bool = unused(True, "One grouped product for all local experts.")
+    route_norm: bool | None = unused(None, "Whether the weights of the chosen experts add up to 1.")
+    route_scale: float = unused(1.0, "Factor on the weights of the chosen experts.")
+    score_func: str = unused("auto", "How logits become scores; auto asks the model.")
+    top_k: int | Literal["auto"] = unused("auto", "Experts per token; auto asks the model.")
+    score_apply: str = unused("auto", "Weight the tokens before or after the expert; auto asks the model.")
+    combine_impl: str = unused("auto", "How the outputs of the experts are added up.")
+    num_expert_groups: int | None = unused(None, "Groups of experts, for group-limited routing.")
+    num_limited_groups: int | None = unused(None, "Groups a token may choose from.")
     load_balance_coeff: None = Field(
         None, description="Must stay null: the auxiliary loss is the model's own."
     )

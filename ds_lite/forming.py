@@ -17,6 +17,7 @@ from ds_lite.domino.blocks import run_blocks_in_parts
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.moe.layer import moe_layers
+from ds_lite.moe.spread import spread_experts
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.tags import tags_of
@@ -170,10 +171,11 @@ def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSC
             f"MoE layers with {grid.size('seq')} ranks for a sequence are not yet built into ds_lite; write "
             f"sequence_parallel_size=1 (§9.14)"
         )
-    if not raise_together(None, anyone=bool(layers)):
+    spread = [config.expert_parallel.autoep_size] if config.expert_parallel.enabled else []
+    if not raise_together(None, anyone=bool(layers or spread)):
         return
     asked: list[Any] = [None] * comm.get_world_size()  # another stage may have other layers
-    comm.all_gather_object(asked, [layer.ep_size for layer in layers])
+    comm.all_gather_object(asked, [layer.ep_size for layer in layers] + spread)
     raise_together(_other_ep_sizes(asked, grid.ranks("data", "seq", "model")))
     grid.make_expert_groups(sorted(set().union(*asked)), data_first=config.use_data_before_expert_parallelism)
 
@@ -238,6 +240,8 @@ def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) 
     error: Exception | None = None
     try:
         _cut_automatically(model, grid, config)
+        if config.expert_parallel.enabled:
+            spread_experts(whole_of(model), grid, config.expert_parallel.autoep_size)
         for module in _in_order(model):
             if callable(bind := getattr(module, "bind", None)):
                 bind(grid)

@@ -99,4 +99,15 @@ def one_process(model: nn.Module, given: list[dict[str, Tensor]]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-__all__ = ["MODELS", "KeepWide", "batches", "loss_of", "one_process"]
+def weights_of(truth: nn.Module, name: str, *, gradient: bool = False) -> Tensor:
+    """A weight of the whole model, or its gradient; one expert of a stack goes by its number."""
+    stack, expert, rest = name.partition(".experts.experts.")
+    number, _, key = rest.partition(".")
+    weight = truth.get_parameter(f"{stack}.experts.{key}" if expert else name)
+    values = (
+        weight.detach() if not gradient else torch.zeros_like(weight) if weight.grad is None else weight.grad
+    )
+    return values[int(number)] if expert else values
+
+
+__all__ = ["MODELS", "KeepWide", "batches", "loss_of", "one_process", "weights_of"]

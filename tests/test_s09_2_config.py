@@ -303,7 +303,10 @@ def test_something_other_than_a_config_is_a_type_error(config):
             {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}},
             "injection_policy_tuple is not read.*partition_config",
         ),
-        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled=true is not yet"),
+        (
+            {"expert_parallel": {"expert_tensor_parallel_size": 2}},
+            "expert_tensor_parallel_size=2 is neither 1",
+        ),
         ({"compile": {"passes": ["z1"]}}, r"compile.passes=\['z1'\] is not yet"),
     ],
 )

@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_lite.grid import PipelineParallelGrid
 from ds_lite.moe.layer import MoE
+from ds_lite.moe.spread import SpreadExperts
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.saving.state import STAGE
 
@@ -34,7 +35,7 @@ def expert_names(module: nn.Module) -> dict[str, int]:
     return {
         f"{prefix}.{name}" if prefix else name: layer.ep_size
         for prefix, layer in module.named_modules()
-        if isinstance(layer, MoE) and layer.ep_size > 1
+        if isinstance(layer, (MoE, SpreadExperts)) and layer.ep_size > 1
         for name in layer.state_dict()
         if name.startswith("experts.")
     }
