@@ -106,7 +106,7 @@ def _not_built(config: DSConfig) -> list[str]:
     def not_yet(what: str, remedy: str, section: str) -> str:
         return f"{what} is not yet built into ds_lite; {remedy} ({section})"
 
-    tensor = config.tensor_parallel
+    tensor, degree = config.tensor_parallel, config.expert_parallel.expert_tensor_parallel_size
     switches = [
         (
             config.zero_optimization.stage == 3,
@@ -124,10 +124,10 @@ def _not_built(config: DSConfig) -> list[str]:
             "tensor_parallel.tp.mpu and tp.tp_group are not read; pass initialize(mpu=...) (§9.7)",
         ),
         (
-            config.expert_parallel.expert_tensor_parallel_size not in (1, tensor.degree),
-            f"expert_parallel.expert_tensor_parallel_size={config.expert_parallel.expert_tensor_parallel_size} "
-            f"is neither 1 nor the degree of tensor_parallel, {tensor.degree}: AutoTP cuts experts like every "
-            f"other layer; leave the key out (§9.4)",
+            degree not in (1, tensor.degree),
+            f"expert_parallel.expert_tensor_parallel_size={degree} is neither 1 nor the degree of "
+            f"tensor_parallel, {tensor.degree}: AutoTP cuts experts like every other layer; leave the key out "
+            "(§9.4)",
         ),
         (
             bool(config.compile.passes),

@@ -43,10 +43,11 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
     topology = _topology_of(model, config)
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}
     sp = max(sizes["seq"], config.sequence_parallel_size)
-    if isinstance(model, PipelineModule) and sp > 1:
+    if isinstance(whole_of(model), PipelineModule) and sp > 1:
         raise ValueError(
-            f"a PipelineModule whose sequences are spread over {sp} ranks is not yet built into ds_lite; use "
-            f"the axes pipe, data and model, or a plain module (§9.14)"
+            f"a PipelineModule of LayerSpecs whose sequences are spread over {sp} ranks: nobody knows "
+            "which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes pipe, data and "
+            "model (§9.14)"
         )
     _check_axes(sizes, config)
     grid = PipelineParallelGrid(topology)
@@ -57,18 +58,21 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
 
 def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
     """The module's own topology, or pipe x data x model with the degree that the config names."""
-    degree = config.tensor_parallel.degree
+    degree, sp = config.tensor_parallel.degree, config.sequence_parallel_size
     if not isinstance(model, PipelineModule):
-        return _axes_of(num_stages=1, sp=config.sequence_parallel_size, degree=degree)
+        return _axes_of(num_stages=1, sp=sp, degree=degree)
     topology = model.topology()
-    if degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given:
+    is_wide = degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given
+    if is_wide and sp in (1, max(1, topology.get_dim("seq"))):
         return topology
     if model.has_given_topology:
         raise ValueError(
-            f"tensor_parallel asks for {degree} ranks and the PipelineModule's topology has "
-            f"model={topology.get_dim('model')}; make them equal, or give the module num_stages alone (§9.3)"
+            f"tensor_parallel asks for {degree} ranks and sequence_parallel_size for {sp}, and the "
+            f"PipelineModule's topology has model={max(1, topology.get_dim('model'))} and "
+            f"seq={max(1, topology.get_dim('seq'))}; make them equal, or give the module "
+            "num_stages alone (§9.3)"
         )
-    wider = _axes_of(model.num_stages, 1, degree)
+    wider = _axes_of(model.num_stages, sp, degree)
     model.take_topology(wider)
     return wider
 

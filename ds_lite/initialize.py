@@ -29,6 +29,7 @@ from ds_lite.forming import (
     make_replicas_equal,
     sharded_layers,
     state_of,
+    whole_of,
     with_degree_of_model,
     with_mesh,
 )
@@ -161,7 +162,10 @@ def _idle_here(model: nn.Module, config: DSConfig) -> list[str]:
 def _kind(model: nn.Module, config: DSConfig, mpu: Any) -> Kind | None:
     """How the model's sequences can be cut, if the config or the groups ask for it; the same on all ranks."""
     is_asked = config.sequence_parallel_size > 1 or isinstance(mpu, SequenceGrid)
-    return kind_of(model) if is_asked and not isinstance(model, PipelineModule) else None
+    whole = whole_of(model)
+    if not is_asked or isinstance(whole, PipelineModule):
+        return None
+    return kind_of(whole, counts_routers=isinstance(model, PipelineModule))
 
 
 def _the_one_config(args: Any, config: Config | None, config_params: Config | None) -> Config:

@@ -24,22 +24,25 @@ pytestmark = pytest.mark.xdist_group("sequence")
 LR = 0.1
 
 
-def config_of(micro_batches: int, samples: int, tp: int = 1, zero: int = 0, ep: int = 0) -> dict[str, Any]:
+def config_of(
+    micro_batches: int, samples: int, tp: int = 1, zero: int = 0, ep: int = 0, sp: int = 1
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": zero},
         **({"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}),
+        **({"sequence_parallel_size": sp} if sp > 1 else {}),
         **({"expert_parallel": {"enabled": True, "autoep_size": ep}} if ep else {}),
     }
 
 
-def equals_one_process(rank: int, name: str, stages: int, tp: int, zero: int, ep: int) -> None:
+def equals_one_process(rank: int, name: str, stages: int, tp: int, zero: int, ep: int, sp: int = 1) -> None:
     with KeepWide():
         truth, model = (MODELS[name].make(4, 2 if MODELS[name].kv else 4) for _ in range(2))
         pipeline = PipelineModule.from_model(model, num_stages=stages)
-        engine = ds_lite.initialize(model=pipeline, config=config_of(3, 2, tp, zero, ep))[0]
+        engine = ds_lite.initialize(model=pipeline, config=config_of(3, 2, tp, zero, ep, sp))[0]
         dp = engine.grid.get_data_parallel_world_size()
         given = batches(3 * dp, 2, 7)
         mine = given[3 * engine.grid.get_data_parallel_rank() :][:3]
@@ -91,3 +94,22 @@ def test_a_pipeline_of_a_model_equals_one_process(
     world: Any, name: str, world_size: int, stages: int, tp: int, zero: int, ep: int
 ) -> None:
     world(equals_one_process, world_size, name, stages, tp, zero, ep)
+
+
+SPREAD = [
+    ("llama", 4, 2, 1, 0, 0, 2),
+    ("llama tied", 4, 2, 1, 2, 0, 2),
+    ("mistral", 4, 1, 1, 0, 0, 4),
+    ("gpt2", 4, 2, 1, 1, 0, 2),
+    ("gemma2", 4, 2, 1, 0, 0, 2),
+    ("mixtral", 4, 2, 1, 0, 2, 2),
+    ("qwen2_moe", 4, 1, 2, 0, 0, 2),
+    ("mixtral", 8, 2, 2, 0, 2, 2),
+]
+
+
+@pytest.mark.parametrize("name, world_size, stages, tp, zero, ep, sp", SPREAD)
+def test_a_pipeline_over_sequences_equals_one_process(
+    world: Any, name: str, world_size: int, stages: int, tp: int, zero: int, ep: int, sp: int
+) -> None:
+    world(equals_one_process, world_size, name, stages, tp, zero, ep, sp)

@@ -42,7 +42,8 @@ def spread_experts(model: nn.Module, grid: PipelineParallelGrid, ep_size: int) -
     if not stacks:
         raise ValueError(
             f"expert_parallel.enabled=true, but {type(model).__name__} has no experts stacked in "
-            "gate_up_proj (E, 2*I, H) and down_proj (E, H, I); write false, or use ds_lite.moe.layer.MoE (§9.4)"
+            "gate_up_proj (E, 2*I, H) and down_proj (E, H, I); write false, or use "
+            "ds_lite.moe.layer.MoE (§9.4)"
         )
     for name, stack in stacks:
         total = len(stack.gate_up_proj)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_lite import comm
 from ds_lite.agreement import raise_together
 from ds_lite.config_keys import DSConfig
 from ds_lite.data import RepeatingLoader, different_data, take_micro_batches
@@ -39,6 +40,7 @@ from ds_lite.pipe.p2p import StageLink
 from ds_lite.pipe.schedule import InferenceSchedule, PipeSchedule, TrainSchedule
 from ds_lite.pipe.shared_fate import SharedFate
 from ds_lite.pipe.stage import Buffer, Stage
+from ds_lite.sequence.models import Kind
 
 
 class PipelineError(RuntimeError):
@@ -74,6 +76,7 @@ class PipelineEngine(Engine):
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         super().__init__(module, grid, config, optimizer, ties=module.ties())
+        self._has_compared_data = grid.size("seq", "model") == 1
         self.num_stages, self.stage_id = grid.get_pipe_parallel_world_size(), grid.get_stage_id()
         previous = None if self.is_first_stage() else self._link(self.stage_id - 1)
         following = None if self.is_last_stage() else self._link(self.stage_id + 1)
@@ -82,6 +85,19 @@ class PipelineEngine(Engine):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None if module.hull is None else by_name
         self._fate = SharedFate(self.stage, self.gradients, exchanges_tokens=grid.exchanges_tokens)
+
+    def spread_sequences(self, kind: Kind) -> None:
+        """From now on blocks work on this rank's tokens; batches hold whole sequences, on every rank."""
+        hull, group = self.module.hull, self.grid.group("seq")
+        ranks = comm.get_world_size(group)
+        assert hull is not None, "form_grid refuses other pipelines"
+        hull.spread(group)
+        if self.global_rank == 0:
+            print(
+                f"ds_lite: sequences of {type(hull.model).__name__} are cut over {ranks} ranks "
+                f"before the first block; its attention is reached through {kind.route}",
+                flush=True,
+            )
 
     def _link(self, stage_id: int) -> StageLink:
         return StageLink(self.grid.stage_to_global(stage_id), self.grid.group("pipe"), self.device)
@@ -202,7 +218,9 @@ class PipelineEngine(Engine):
             if not self._has_compared_data:
                 self._has_compared_data = True
                 data = list(self.stage.loaded)
-                raise_together(different_data(data, self.grid.group("model"), self.grid.ranks("model")))
+                for axis, words in (("seq", "sequence"), ("model", "tensor")):
+                    ranks, group = self.grid.ranks(axis), self.grid.group(axis)
+                    raise_together(different_data(data, group, ranks, axis=words) if len(ranks) > 1 else None)
 
     # ------------------------------------------------------------------------------------ the dispatch
 

@@ -37,14 +37,16 @@ class Kind:
     num_positions: int | None = None  # rows of its table of positions, if it has one
 
 
-def kind_of(model: nn.Module) -> Kind:
+def kind_of(model: nn.Module, *, counts_routers: bool = False) -> Kind:
     """Look at a model, and register its attention if it comes from transformers.
+
+    `counts_routers` says that the caller computes a router's loss of the tokens of all ranks.
 
     Raises: ValueError for a model whose attention takes no route, or that mixes tokens elsewhere.
     """
     accepts = frozenset(inspect.signature(model.forward).parameters)
     if is_transformers(model):
-        return _of_transformers(model, accepts)
+        return _of_transformers(model, accepts, counts_routers)
     _refuse_other_mixers(model)
     for name, module in model.named_modules():
         if is_transformers(module):
@@ -62,7 +64,7 @@ def is_transformers(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
-def _of_transformers(model: nn.Module, accepts: frozenset[str]) -> Kind:
+def _of_transformers(model: nn.Module, accepts: frozenset[str], counts_routers: bool) -> Kind:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -70,7 +72,7 @@ def _of_transformers(model: nn.Module, accepts: frozenset[str]) -> Kind:
             "one stack of blocks (§9.14)"
         )
     base = _base_of(model, name)
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and not counts_routers:
         raise ValueError(
             f"{name} adds its router's loss to the loss it computes, which sees this rank's tokens alone; "
             "set output_router_logits=False in its config (§9.14)"

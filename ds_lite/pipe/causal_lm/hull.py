@@ -24,7 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_lite import comm
+from ds_lite.comm import ProcessGroup
 from ds_lite.pipe.causal_lm.routers import router_of
+from ds_lite.sequence.context import Context
+from ds_lite.sequence.data import Part, part_of
 
 CONTEXT = ("attention_mask", "position_ids")
 
@@ -113,11 +117,45 @@ class Hull:
         self.holder_name, _, self._key = self.blocks_name.rpartition(".")
         self.stand_ins = nn.ModuleList(StandIn(block) for block in self.blocks)
         self._memo: tuple[Any, list[Any]] | None = None
+        self.tokens: Context | None = None  # with sequences spread over ranks: which tokens are here
         self.router = router_of(model)
         kind: Any = () if self.router is None else self.router.kind
         self.num_gates = sum(isinstance(module, kind) for module in self.blocks.modules())
         self.changes_before = False  # whether anything happens between the embedding and the first block
         self.pieces = self._find_pieces()
+
+    def spread(self, group: ProcessGroup) -> None:
+        """From now on blocks work on this rank's tokens of a sequence, whose attention exchanges."""
+        self.tokens = Context(group)
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """What travels behind hidden states, in this order; if tokens are cut the first is always there."""
+        return CONTEXT if self.tokens is None else tuple(reversed(CONTEXT))
+
+    def part(self, num_tokens: int) -> Part | None:
+        """Which of a sequence's tokens are here; None for all."""
+        if self.tokens is None:
+            return None
+        group = self.tokens.group
+        return part_of(num_tokens, comm.get_rank(group), comm.get_world_size(group))
+
+    @contextmanager
+    def at_work(self, context: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Around blocks: this rank's tokens of the context; the attention knows the whole of it."""
+        if self.tokens is None:
+            yield context
+            return
+        positions = context["position_ids"]  # (T,) if nobody gave any
+        part = self.part(positions.shape[-1])
+        assert part is not None
+        whole = {name: x if x.dim() > 1 else x.unsqueeze(0) for name, x in context.items()}
+        with self.tokens.open():
+            self.tokens.set_micro_batch(part, whole.get("attention_mask"), whole["position_ids"])
+            try:
+                yield {name: part.of(x) for name, x in whole.items()}
+            finally:
+                self.tokens.part = None
 
     # ------------------------------------------------------------------------------------- the pieces
 
@@ -125,9 +163,10 @@ class Hull:
         """From embedded tokens to what the first block gets. (B, T, H) -> (B, T, H)."""
         first = self.stand_in(0)
         first.is_end = True
+        given = {name: x for name, x in context.items() if x.dim() > 1}  # the tokens are whole here
         try:
             with self._without_blocks(passing=self.pieces.after):
-                self._run_base(embedded, context)
+                self._run_base(embedded, given)
         except _Reached:
             pass
         finally:
@@ -144,8 +183,8 @@ class Hull:
         )
         if self._memo is None or self._memo[0][0] != key:
             passing = (*self.pieces.before, *self.pieces.after)
-            with torch.no_grad(), self._without_blocks(passing):
-                self._run_base(hidden.detach(), context)
+            with torch.no_grad(), self._without_blocks(passing), self.at_work(context) as mine:
+                self._run_base(hidden.detach(), mine)
             given = [self._taken(index) for index in range(len(self.blocks))]
             self._memo = (key, dict(context)), [(args[1:], named) for args, named in given]
         args, named = self._memo[1][block]
@@ -156,8 +195,8 @@ class Hull:
         first = self.stand_in(0)
         first.gives = hidden
         try:
-            with self._without_blocks(passing=self.pieces.before):
-                outputs = self._run_base(hidden, context)
+            with self._without_blocks(passing=self.pieces.before), self.at_work(context) as mine:
+                outputs = self._run_base(hidden, mine)
         finally:
             first.gives = None
             for index in range(len(self.blocks)):

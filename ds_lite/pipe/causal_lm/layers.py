@@ -15,6 +15,7 @@ Legend: B micro-batch, T tokens, H width, V vocabulary, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,7 +78,12 @@ class Piece(nn.Module):
         """Hidden states, the context by name, and a router's sums."""
         hidden, *rest = x
         end = len(rest) - (self.hull.router is not None)
-        return hidden, dict(zip(CONTEXT, rest[:end], strict=False)), tuple(rest[end:])
+        return hidden, dict(zip(self.hull.context, rest[:end], strict=False)), tuple(rest[end:])
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """This rank's tokens, where a sequence is spread. (B, T, H) -> (B, T/sp, H)."""
+        part = self.hull.part(hidden.shape[1])
+        return hidden if part is None else part.of(hidden)
 
 
 class TokenEmbedding(Piece):
@@ -91,6 +97,10 @@ class TokenEmbedding(Piece):
                 f"input_ids, or a tuple of input_ids, {', '.join(CONTEXT)} in this order (§9.9)"
             )
         hidden = self.hull.module(self.hull.pieces.embedding)(ids)
+        if self.hull.tokens is not None:
+            context = _by_position(ids, context)
+        if not self.hull.changes_before:
+            hidden = self.own_tokens(hidden)
         if self.hull.router is None:
             return hidden, *context
         wide = torch.promote_types(hidden.dtype, torch.float32)  # counts beyond what bfloat16 tells apart
@@ -98,12 +108,21 @@ class TokenEmbedding(Piece):
         return hidden, *context, sums
 
 
+def _by_position(ids: Tensor, context: list[Tensor]) -> list[Tensor]:
+    """Positions first, then what there is of a mask: the positions say how long the whole sequence is.
+
+    Positions that nobody gave are (T,).
+    """
+    made = torch.arange(ids.shape[1], device=ids.device)
+    return [context[1] if len(context) > 1 else made, *context[:1]]
+
+
 class BeforeBlocks(Piece):
-    """What stands between the embedding and the first block."""
+    """What stands between the embedding and the first block; the last that ranks of a sequence do whole."""
 
     def forward(self, x: Travelling) -> Travelling:
         hidden, context, _ = self.opened(x)
-        return self.hull.before(hidden, context), *x[1:]
+        return self.own_tokens(self.hull.before(hidden, context)), *x[1:]
 
 
 class Block(Piece):
@@ -119,11 +138,12 @@ class Block(Piece):
         hidden, context, sums = self.opened(x)
         args, named = self.hull.around(hidden, context, self.index)
         router = self.hull.router
-        if router is None:
-            return _first(self.block(hidden, *args, **named)), *x[1:]
-        with router.watching(self.block) as logits:
+        with self.hull.at_work(context) as mine, ExitStack() as watching:
+            logits = watching.enter_context(router.watching(self.block)) if router is not None else []
             hidden = _first(self.block(hidden, *args, **named))
-        added = sums_of_block(logits, router, context.get("attention_mask"))
+        if router is None:
+            return hidden, *x[1:]
+        added = sums_of_block(logits, router, mine.get("attention_mask"))
         return hidden, *x[1:-1], sums[0] + added.to(sums[0].dtype)
 
 
