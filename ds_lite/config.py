@@ -126,8 +126,8 @@ def _not_built(config: DSConfig) -> list[str]:
         (
             degree not in (1, tensor.degree),
             f"expert_parallel.expert_tensor_parallel_size={degree} is neither 1 nor the degree of "
-            f"tensor_parallel, {tensor.degree}: AutoTP cuts experts like every other layer; leave the key out "
-            "(§9.4)",
+            f"tensor_parallel, {tensor.degree}: AutoTP cuts experts like every other layer; leave the key "
+            "out (§9.4)",
         ),
         (
             bool(config.compile.passes),

@@ -46,8 +46,8 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
     if isinstance(whole_of(model), PipelineModule) and sp > 1:
         raise ValueError(
             f"a PipelineModule of LayerSpecs whose sequences are spread over {sp} ranks: nobody knows "
-            "which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes pipe, data and "
-            "model (§9.14)"
+            "which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes pipe, "
+            "data and model (§9.14)"
         )
     _check_axes(sizes, config)
     grid = PipelineParallelGrid(topology)
@@ -69,8 +69,8 @@ def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
         raise ValueError(
             f"tensor_parallel asks for {degree} ranks and sequence_parallel_size for {sp}, and the "
             f"PipelineModule's topology has model={max(1, topology.get_dim('model'))} and "
-            f"seq={max(1, topology.get_dim('seq'))}; make them equal, or give the module "
-            "num_stages alone (§9.3)"
+            f"seq={max(1, topology.get_dim('seq'))}; make them equal, or give the "
+            "module num_stages alone (§9.3)"
         )
     wider = _axes_of(model.num_stages, sp, degree)
     model.take_topology(wider)
@@ -170,11 +170,6 @@ def form_expert_groups(model: nn.Module, grid: PipelineParallelGrid, config: DSC
     layers = list(moe_layers(model))
     for layer in layers:
         layer.configure(config)
-    if layers and grid.size("seq") > 1:
-        raise ValueError(
-            f"MoE layers with {grid.size('seq')} ranks for a sequence are not yet built into ds_lite; write "
-            f"sequence_parallel_size=1 (§9.14)"
-        )
     spread = [config.expert_parallel.autoep_size] if config.expert_parallel.enabled else []
     if not raise_together(None, anyone=bool(layers or spread)):
         return

@@ -63,7 +63,7 @@ MODELS: dict[str, Family] = {
 def batches(
     count: int, samples: int, tokens: int, seed: int = 0, *, padded: bool = True
 ) -> list[dict[str, Tensor]]:
-    """Distinct micro-batches; the last sample of each ends in padding, of which no label is valid."""
+    """Distinct micro-batches; of each the first sample begins with padding, the last one ends with it."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -71,7 +71,7 @@ def batches(
         batch = {"input_ids": ids, "labels": ids.clone()}
         if padded:
             mask = torch.ones_like(ids)
-            mask[-1, -2:] = 0
+            mask[0, :2] = mask[-1, -2:] = 0
             batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         found.append(batch)
     return found

@@ -18,6 +18,7 @@ from mutants import (
     domino,
     failures,
     fpdt,
+    layouts,
     moe,
     pipeline,
     precision,
@@ -42,6 +43,7 @@ MUTANTS = [
     *tiled.MUTANTS,
     *fpdt.MUTANTS,
     *domino.MUTANTS,
+    *layouts.MUTANTS,
 ]
 
 HERE = Path(__file__).parent

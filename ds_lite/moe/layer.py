@@ -39,6 +39,7 @@ from ds_lite.moe.gating import Agree
 from ds_lite.moe.mappings import drop_tokens, gather_tokens, token_cut
 from ds_lite.moe.noise import TokenNoise
 from ds_lite.moe.routing import Routing
+from ds_lite.moe.whole import WholeMicroBatch
 from ds_lite.tags import tag, tags_of
 from ds_lite.tensor_parallel.regions import is_alone
 from ds_lite.tensor_parallel.sharded import ShardedLayer
@@ -50,6 +51,7 @@ class MoE(nn.Module):
     """`num_experts` copies of `expert`, of which each token visits k; returns (output, l_aux, exp_counts).
 
     Add l_aux, times a small coefficient, to the loss. Each group of `ep_size` ranks holds the experts once.
+    Where a sequence is spread over ranks, all of them route the whole micro-batch, each by the logits of all.
     `min_capacity` defaults to zero_optimization.moe_min_capacity of the config, and to 4 without one. With
     `use_residual` the output is mixed with that of `expert` itself, by weights that depend on the token. With
     `enable_expert_tensor_parallelism` the expert is made of tensor-parallel layers. `use_tutel` is accepted
@@ -207,10 +209,17 @@ class MoE(nn.Module):
                 f"{self.hidden_size}; the last dimension is the width, make them equal (§9.4)"
             )
         x = hidden_states.reshape(-1, self.hidden_size)
+        micro_batch = WholeMicroBatch.around(hidden_states)
         used = None if used_token is None else torch.as_tensor(used_token, device=x.device).reshape(-1)
-        noise = self._noise(x)
-        logits = self.gate.scores(x, noise=noise)
-        return x, self.gate.route(logits, used, noise=noise, agree=agree)
+        noise = self._noise(micro_batch.total, x.device)
+        logits = self.gate.scores(x, noise=None if noise is None else micro_batch.own_noise(noise))
+        routing = self.gate.route(
+            micro_batch.gathered(logits),
+            None if used is None else micro_batch.gathered(used),
+            noise=noise,
+            agree=agree,
+        )
+        return x, micro_batch.own(routing)
 
     def _exchange_group(self) -> ProcessGroup | None:
         """Whom this rank exchanges tokens with; nobody while it holds all experts."""
@@ -234,11 +243,11 @@ class MoE(nn.Module):
         mix = self.coefficient(hidden_states).softmax(dim=-1)
         return output * mix[..., 0:1] + dense * mix[..., 1:]
 
-    def _noise(self, x: Tensor) -> TokenNoise | None:
+    def _noise(self, num_tokens: int, device: torch.device) -> TokenNoise | None:
         """None without an engine: the gate draws from torch's generator then."""
         if self.clock is None or not self.training:
             return None
-        return self.clock.noise(self.number, len(x), x.device)
+        return self.clock.noise(self.number, num_tokens, device)
 
     def extra_repr(self) -> str:
         held = f"experts {self.experts.numbers} of {self.num_experts}"

@@ -46,6 +46,11 @@ class Routing:
         rows = {name: getattr(self, name)[start:stop] for name in ("expert", "slot", "weight", "dropped")}
         return replace(self, **rows)
 
+    def rows(self, places: Tensor) -> Routing:
+        """The same routing for the tokens at these places (n,)."""
+        kept = {name: getattr(self, name)[places] for name in ("expert", "slot", "weight", "dropped")}
+        return replace(self, **kept)
+
     def combine_weights(self) -> Tensor:
         """(T, E, C): the share of each slot in each token's output. For the reader: T*E*C numbers."""
         token, choice = self.kept.nonzero(as_tuple=True)

@@ -236,11 +236,6 @@ class SequenceParallel:
     def _whole(self, outputs: Any, part: Part) -> Any:
         """Outputs with all tokens: those that were parts of few tokens are parts of these."""
         found = list(tensors_of(outputs, is_strict=self._is_strict))
-        if any(x.dim() == 0 and x.is_floating_point() for x in found):
-            raise ValueError(
-                f"{type(self.model).__name__} gives one number, made of this rank's tokens alone; return "
-                "its outputs and compute the loss of them, or let the model be one of transformers' (§9.14)"
-            )
         here = part.lengths[part.rank]
         if self._parts is not None and len(self._parts) == len(found):
             flags = iter(self._parts)

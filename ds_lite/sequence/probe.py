@@ -85,8 +85,12 @@ def fault_of(
     for one, mine in zip(ones, others, strict=len(ones) == len(others)):
         is_part = part is not None and one.shape != mine.shape
         parts.append(is_part)
-        if one.dim() == 0:
-            continue  # a loss, which is refused by another name
+        if one.dim() == 0 and one.is_floating_point() and not _is_close(one, mine):
+            error = ValueError(
+                f"{type(model).__name__} gives one number, made of this rank's tokens alone; return its "
+                "outputs and compute the loss of them, or let the model be one of transformers' (§9.14)"
+            )
+            return error, parts
         if part is not None and is_part and one.dim() >= 2 and one.shape[1] == part.total:
             one = part.of(one)
         if one.shape != mine.shape or not _is_close(one, mine):
