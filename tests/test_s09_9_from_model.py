@@ -7,6 +7,7 @@ the layers' losses, weights under other names, weights that a stage reads and do
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from tolerance import LAW, assert_close, differs
 pytest.importorskip("transformers", reason="not proved here: pipelines of transformers' models")
 
 from causal_models import MODELS, KeepWide, batches, one_process, weights_of
+from safetensors.torch import save_file
 
 import ds_lite
 from ds_lite.pipe import PipelineModule
+from ds_lite.pipe.causal_lm import weights as weights_module
 from ds_lite.tags import whole
+from ds_lite.tensor_parallel import whole_model
+from ds_lite.tensor_parallel.whole_model import parameters_on_meta
 
 pytestmark = pytest.mark.xdist_group("sequence")
 LR = 0.1
@@ -113,3 +118,101 @@ def test_a_pipeline_over_sequences_equals_one_process(
     world: Any, name: str, world_size: int, stages: int, tp: int, zero: int, ep: int, sp: int
 ) -> None:
     world(equals_one_process, world_size, name, stages, tp, zero, ep, sp)
+
+
+# ------------------------------------------------------------------------------------ weights in and out
+
+
+def comes_from_a_folder(rank: int, name: str, folder: str, out: str, ep: int) -> int:
+    """A model without values, filled from a folder, trains, and goes back under its own names."""
+    with KeepWide():
+        truth = MODELS[name].make(4, 2 if MODELS[name].kv else 4)
+        with parameters_on_meta():
+            empty = MODELS[name].make_empty(4, 2 if MODELS[name].kv else 4).double()
+        read: list[str] = []
+        with mock.patch.object(weights_module, "weights_by_name", _counting(read)):
+            pipeline = PipelineModule.from_model(empty, num_stages=2, weights=folder)
+        engine = ds_lite.initialize(model=pipeline, config=config_of(2, 2, ep=ep))[0]
+        assert sorted(set(read)) == sorted(read), "each tensor is read once"
+        dp = engine.grid.get_data_parallel_world_size()
+        given = batches(2 * dp, 2, 7)
+        loss = one_process(truth, given)
+        assert_close(
+            engine.train_batch(iter(given[2 * engine.grid.get_data_parallel_rank() :][:2])), loss, LAW, "loss"
+        )
+        engine.save_16bit_model(out, "model.bin")
+        ds_lite.comm.barrier()
+        with torch.no_grad():
+            for weight in truth.parameters():
+                weight -= LR * (0 if weight.grad is None else weight.grad)
+        state = torch.load(f"{out}/model.bin", weights_only=True)
+        wanted = truth.state_dict()
+        assert set(state) == set(wanted)
+        for key, value in wanted.items():
+            assert_close(state[key], value, LAW, key)
+        MODELS[name].make_empty(4, 2 if MODELS[name].kv else 4).double().load_state_dict(state)
+    return len(read)
+
+
+def _counting(read: list[str]) -> Any:
+    def weights_by_name(source: Any) -> Any:
+        get, known = whole_model.weights_by_name(source)
+
+        def counted(name: str) -> Any:
+            read.append(name)
+            return get(name)
+
+        return counted, known
+
+    return weights_by_name
+
+
+@pytest.mark.parametrize("name, world_size, ep", [("llama tied", 2, 0), ("gpt2", 2, 0), ("mixtral", 4, 2)])
+def test_weights_come_from_a_folder_and_go_back(
+    world: Any, tmp_path: Any, name: str, world_size: int, ep: int
+) -> None:
+    model = MODELS[name].make(4, 2 if MODELS[name].kv else 4)
+    total = len(list(model.parameters()))
+    (tmp_path / "in").mkdir()
+    save_file(dict(model.named_parameters()), tmp_path / "in" / "model.safetensors")
+    counts = world(comes_from_a_folder, world_size, name, str(tmp_path / "in"), str(tmp_path / "out"), ep)
+    assert max(counts) < total, "a stage reads its own tensors"
+
+
+def refusals(rank: int) -> None:
+    import transformers
+
+    llama = MODELS["llama"]
+    with parameters_on_meta():
+        empty = llama.make_empty(4, 2)
+    with pytest.raises(ValueError, match=r"parameters of this stage have no values.*weights="):
+        PipelineModule.from_model(empty, num_stages=1)
+    with torch.device("meta"):
+        nothing = llama.make_empty(4, 2)
+    with pytest.raises(ValueError, match=r"buffers .* have no values.*parameters_on_meta"):
+        PipelineModule.from_model(nothing, num_stages=1)
+    with pytest.raises(ValueError, match="cannot cut Linear into layers: it has no base model with a head"):
+        PipelineModule.from_model(torch.nn.Linear(2, 2), num_stages=1)
+    bert = transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        )
+    )
+    with pytest.raises(ValueError, match="cannot cut BertModel into layers"):
+        PipelineModule.from_model(bert, num_stages=1)
+    with pytest.raises(ValueError, match="not divisible by num_stages=9"):
+        PipelineModule.from_model(llama.make(4, 2), num_stages=9)
+    engine = ds_lite.initialize(
+        model=PipelineModule.from_model(llama.make(4, 2), num_stages=1), config=config_of(1, 2)
+    )[0]
+    ids = batches(1, 2, 7)[0]["input_ids"]
+    for batch, words in (
+        ({"input_ids": ids, "labels": ids, "token_type_ids": ids}, r"a batch has \['token_type_ids'\]"),
+        ({"input_ids": ids}, "a batch has no labels"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.compute_gradients(iter([batch]))
+
+
+def test_what_is_no_pipeline_of_a_model_is_refused(world: Any) -> None:
+    world(refusals, 1)

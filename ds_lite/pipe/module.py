@@ -31,7 +31,7 @@ from ds_lite.pipe.building import (
     set_random_seed,
 )
 from ds_lite.pipe.causal_lm.hull import Hull
-from ds_lite.pipe.causal_lm.layers import Piece, layers_of
+from ds_lite.pipe.causal_lm.layers import Piece, layers_of, names_in_pipeline
 from ds_lite.pipe.causal_lm.loss import CausalLoss
 from ds_lite.pipe.causal_lm.weights import keep_only
 from ds_lite.pipe.partition import partition_layers
@@ -141,17 +141,13 @@ class PipelineModule(nn.Module):
 
     def original_names(self) -> dict[str, str]:
         """This stage's parameters and what the model that they come from calls them."""
-        if self.hull is None:
-            return {}
-        starts = [
-            (f"{place}.{key}.", f"{name}.")
-            for place, piece in self._pieces()
-            for key, name in piece.names.items()
-        ]
-        return {
-            name: next(there + name[len(here) :] for here, there in starts if name.startswith(here))
-            for name, _ in self.named_parameters()
-        }
+        return {name: self.original_name(name) for name, _ in self.named_parameters()}
+
+    def original_name(self, name: str) -> str:
+        """What the model that this pipeline was made from calls a parameter of any stage; else the name."""
+        starts = {} if self.hull is None else names_in_pipeline(self.hull)
+        found = (there + name[len(here) :] for here, there in starts.items() if name.startswith(here))
+        return next(found, name)
 
     def adopt(self) -> None:
         """Take this stage's modules as the model around has them now, after AutoTP has cut it."""

@@ -22,6 +22,7 @@ from ds_lite.saving.files import (
     write_states,
 )
 from ds_lite.saving.groups import Group, groups_of_the_model, same
+from ds_lite.saving.names import named_as_the_model
 from ds_lite.saving.optimizer import Place, Sheet, describe, merged, places_of, whole_state
 from ds_lite.saving.parts import Part, parts_of
 from ds_lite.saving.publishing import Publication
@@ -110,7 +111,7 @@ def save_whole_model(engine: EngineView, save_dir: Path, filename: str, exclude_
         try:
             together(publication.check_visible)
             reports = gathered(_write_stage(engine, publication.folder, snapshot))
-            from_rank_zero(lambda: _join_files(publication, reports))
+            from_rank_zero(lambda: _join_files(engine.module, publication, reports))
         except Exception:
             if engine.global_rank == 0:
                 publication.discard()
@@ -258,11 +259,11 @@ def _finish(
     publication.publish(with_latest=save_latest)
 
 
-def _join_files(publication: Publication, reports: list[_Report | None]) -> None:
+def _join_files(module: nn.Module, publication: Publication, reports: list[_Report | None]) -> None:
     """Rank 0: one file from the stages' files, whose tensors stay on the disk until they are copied."""
     whole: dict[str, Any] = {}
     for report in (report for report in reports if report is not None):
         for file in report.files:
             whole.update(load_states(publication.folder, file))
-    write_states(publication.folder, publication.tag, whole)
+    write_states(publication.folder, publication.tag, named_as_the_model(module, whole))
     publication.publish_file()

@@ -112,6 +112,7 @@ class Hull:
         base = getattr(model, self.base_name, None)
         if not isinstance(base, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
             raise _not_understood(model, "it has no base model with a head")
+        _check_buffers(model)
         self.base = base
         self.blocks_name, self.blocks = _blocks(model, base)
         self.holder_name, _, self._key = self.blocks_name.rpartition(".")
@@ -366,3 +367,12 @@ def _not_understood(model: nn.Module, why: str) -> ValueError:
         f"PipelineModule.from_model cannot cut {type(model).__name__} into layers: {why}; write its "
         "layers as LayerSpecs (§9.9)"
     )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise ValueError(
+            f"the buffers {empty[:3]} have no values; build the model inside "
+            "ds_lite.tensor_parallel.parameters_on_meta(), which leaves buffers as they are (§9.9)"
+        )

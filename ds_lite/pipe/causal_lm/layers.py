@@ -53,6 +53,21 @@ def _keys(names: tuple[str, ...]) -> dict[str, str]:
     return short if len(short) == len(names) else {name.replace(".", "_"): name for name in names}
 
 
+def names_in_pipeline(hull: Hull) -> dict[str, str]:
+    """What the parameters of a pipeline begin with, and what they begin with in the model; of all stages."""
+    found: dict[str, str] = {}
+    for index, spec in enumerate(layers_of(hull)):
+        place = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
+        names = names_of(hull, *spec.module_args[1:])
+        found |= {f"{place}.{key}.": f"{name}." for key, name in names.items()}
+    return found
+
+
+def names_of(hull: Hull, what: Mapping[str, str] | int) -> Mapping[str, str]:
+    """The modules of a piece by key: as given, or of one block."""
+    return {"block": f"{hull.blocks_name}.{what}"} if isinstance(what, int) else what
+
+
 class Piece(nn.Module):
     """Some modules of the model: `names` says under which key, and what the model calls them."""
 
@@ -131,7 +146,7 @@ class Block(Piece):
     block: nn.Module
 
     def __init__(self, hull: Hull, index: int) -> None:
-        super().__init__(hull, {"block": f"{hull.blocks_name}.{index}"})
+        super().__init__(hull, names_of(hull, index))
         self.index = index
 
     def forward(self, x: Travelling) -> Travelling:

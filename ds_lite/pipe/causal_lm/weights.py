@@ -20,9 +20,8 @@ def keep_only(
     `names` are those of the stage's parameters, and the model's. Each tensor that is wanted is read once.
 
     Raises: ValueError for a parameter without values and without a source, or that the source lacks or has in
-    another shape; for buffers without values.
+    another shape.
     """
-    _check_buffers(model)
     held = {id(parameter): names[name] for name, parameter in stage.named_parameters()}
     empty = [names[name] for name, parameter in stage.named_parameters() if parameter.is_meta]
     if source is None and empty:
@@ -70,12 +69,3 @@ class _Known:
                 "give the folder of this model (§9.9)"
             )
         return value
-
-
-def _check_buffers(model: nn.Module) -> None:
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
-        raise ValueError(
-            f"the buffers {empty[:3]} have no values; build the model inside "
-            "ds_lite.tensor_parallel.parameters_on_meta(), which leaves buffers as they are (§9.9)"
-        )
