@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
+from ds_lite.layout import check_ep_size
 
 RankLists = list[list[int]]
 
@@ -65,16 +66,6 @@ def expert_rank_lists(
         experts += runs
         copies += strides
     return experts, copies
-
-
-def check_ep_size(ep_size: int, replicas: int) -> None:
-    """Raises: ValueError unless ep_size divides the ranks of the data and seq axes."""
-    if ep_size < 1 or replicas % ep_size:
-        fitting = [size for size in range(1, replicas + 1) if replicas % size == 0]
-        raise ValueError(
-            f"ep_size={ep_size} does not divide the {replicas} data x seq ranks that share the experts; "
-            f"choose ep_size from {fitting} or start more replicas (§9.4)"
-        )
 
 
 def make_expert_groups(

@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from ds_lite import comm
 from ds_lite.agreement import raise_together
 from ds_lite.comm import ProcessGroup
-from ds_lite.config import load_config, resolve_batch
+from ds_lite.config import load_config
 from ds_lite.config_keys import DSConfig
 from ds_lite.domino.blocks import run_blocks_in_parts
 from ds_lite.foreign_tags import adopt_tags
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.layout import Facts, axes_of, check_axes, layout_of
 from ds_lite.moe.layer import moe_layers
-from ds_lite.moe.spread import spread_experts
+from ds_lite.moe.spread import spread_experts, stacks_of
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
+from ds_lite.sequence.models import is_transformers
 from ds_lite.tags import tags_of
 from ds_lite.tensor_parallel.auto_tp import auto_tp, plan_of
 from ds_lite.tensor_parallel.fused_layer import SharedQueryKeyValue
 from ds_lite.tensor_parallel.partition_config import config_of
 from ds_lite.tensor_parallel.sharded import ShardedLayer
-from ds_lite.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from ds_lite.tensor_parallel.tp_shard import AutoTPMeta
 
 
 def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelGrid:
@@ -37,81 +39,44 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
     if mpu is not None and not isinstance(model, PipelineModule):
         adopt_tags(model)
         grid: PipelineParallelGrid = MpuGrid(mpu)
-        _check_axes({axis: grid.size(axis) for axis in ("data", "seq", "model")}, config)
+        check_axes({axis: grid.size(axis) for axis in ("data", "seq", "model")}, config)
         _check_degree(grid.size("model"), config)
         return grid
-    topology = _topology_of(model, config)
-    sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("data", "seq", "model")}
-    sp = max(sizes["seq"], config.sequence_parallel_size)
-    if isinstance(whole_of(model), PipelineModule) and sp > 1:
-        raise ValueError(
-            f"a PipelineModule of LayerSpecs whose sequences are spread over {sp} ranks: nobody knows "
-            "which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes pipe, "
-            "data and model (§9.14)"
-        )
-    _check_axes(sizes, config)
+    topology = layout_of(config, facts_of(model, config), comm.get_world_size())
+    if isinstance(model, PipelineModule) and topology is not model.topology():
+        model.take_topology(topology)
     grid = PipelineParallelGrid(topology)
     if mpu is not None:
         raise_together(mpu_fault(mpu, grid))  # it may be wrong on some ranks only
     return grid
 
 
-def _topology_of(model: nn.Module, config: DSConfig) -> ProcessTopology:
-    """The module's own topology, or pipe x data x model with the degree that the config names."""
-    degree, sp = config.tensor_parallel.degree, config.sequence_parallel_size
+def facts_of(model: nn.Module, config: DSConfig) -> Facts:
+    """What legality depends on, of a model as it is before it is cut."""
+    whole, name = whole_of(model), type(whole_of(model)).__name__
+    stacks = [len(stack.gate_up_proj) for _, stack in stacks_of(whole)]  # type: ignore[arg-type]
+    spread = tuple(stacks) if config.expert_parallel.enabled else ()
     if not isinstance(model, PipelineModule):
-        return _axes_of(num_stages=1, sp=sp, degree=degree)
-    topology = model.topology()
-    is_wide = degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given
-    if is_wide and sp in (1, max(1, topology.get_dim("seq"))):
-        return topology
-    if model.has_given_topology:
-        raise ValueError(
-            f"tensor_parallel asks for {degree} ranks and sequence_parallel_size for {sp}, and the "
-            f"PipelineModule's topology has model={max(1, topology.get_dim('model'))} and "
-            f"seq={max(1, topology.get_dim('seq'))}; make them equal, or give the "
-            "module num_stages alone (§9.3)"
-        )
-    wider = _axes_of(model.num_stages, sp, degree)
-    model.take_topology(wider)
-    return wider
-
-
-def _axes_of(num_stages: int, sp: int, degree: int) -> ProcessTopology:
-    """Stages, then replicas, then the ranks of a sequence, then tensor-parallel neighbours."""
-    world_size, one_replica = comm.get_world_size(), num_stages * sp * degree
-    if world_size % one_replica:
-        sequence = f"{sp} sequence-parallel ranks * " if sp > 1 else ""
-        raise ValueError(
-            f"world size {world_size} is not divisible by {num_stages} stages * {sequence}{degree} "
-            f"tensor-parallel ranks; start a multiple of {one_replica} processes or change one of them "
-            f"({'§9.14' if sequence else '§9.3'})"
-        )
-    replicas = world_size // one_replica
-    if sp > 1:
-        return ProcessTopology(["pipe", "data", "seq", "model"], [num_stages, replicas, sp, degree])
-    if degree == 1:
-        return PipeDataParallelTopology(num_pp=num_stages, num_dp=replicas)
-    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=degree, num_dp=replicas)
-
-
-def _check_axes(sizes: Mapping[str, int], config: DSConfig) -> None:
-    if sizes["seq"] != config.sequence_parallel_size != 1:
-        raise ValueError(
-            f"sequence_parallel_size={config.sequence_parallel_size} in the config, but {sizes['seq']} "
-            "ranks share a sequence; make them equal, or remove the key (§9.14)"
-        )
-    if config.data_parallel_size not in (None, sizes["data"]):
-        raise ValueError(
-            f"data_parallel_size={config.data_parallel_size} in the config, but the ranks form "
-            f"{sizes['data']} replicas; remove the key or change the topology (§9.2)"
-        )
-    resolve_batch(
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-        sizes["data"],
+        sizes = tuple(sorted({layer.ep_size for layer in moe_layers(model)}))
+        return Facts(name, heads=heads_of(whole), experts=spread, ep_sizes=sizes)
+    is_listed = whole is model
+    return Facts(
+        name,
+        "specs" if is_listed else "model",
+        model.num_stages,
+        None if is_listed else heads_of(whole),
+        spread,
+        topology=model.topology(),
+        is_given=model.has_given_topology,
     )
+
+
+def heads_of(model: nn.Module) -> tuple[int, int] | None:
+    """Query heads, key and value heads, as the configuration of a transformers model has them."""
+    meta = AutoTPMeta.from_model_config(getattr(model, "config", None))
+    if meta.num_attention_heads is None or not is_transformers(model):
+        return None
+    return meta.num_attention_heads, meta.num_kv_heads or meta.num_attention_heads
 
 
 def _check_degree(size: int, config: DSConfig) -> None:
@@ -270,13 +235,7 @@ def hide_sums(model: nn.Module, config: DSConfig) -> None:
     """
     if config.tensor_parallel.degree == 1:
         return
-    whole = whole_of(model)
-    if isinstance(whole, PipelineModule) or config.sequence_parallel_size > 1:
-        raise ValueError(
-            "domino=true in a PipelineModule of LayerSpecs or beside sequence_parallel_size is not yet built "
-            "into ds_lite; write false, or make the pipeline by PipelineModule.from_model (§9.15)"
-        )
-    said = run_blocks_in_parts(whole)
+    said = run_blocks_in_parts(whole_of(model))
     if comm.get_rank() == 0:
         print(f"ds_lite: {said}", flush=True)
 
@@ -342,7 +301,7 @@ def tp_model_init(
     comm.init_distributed(verbose=False)
     block = {**(config or {}), "tp_size": tp_size}
     checked = load_config({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": block})
-    grid = PipelineParallelGrid(_axes_of(1, 1, checked.tensor_parallel.degree))
+    grid = PipelineParallelGrid(axes_of(1, 1, checked.tensor_parallel.degree, comm.get_world_size()))
     model.to(comm.device_of_this_rank(), dtype)
     make_replicas_equal(state_of(model), grid)
     bind_layers(model, grid, checked)

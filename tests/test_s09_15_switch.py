@@ -192,7 +192,9 @@ def test_a_part_that_fails_leaves_nothing_behind(world: Any) -> None:
 
 
 def refused(rank: int) -> None:
-    with pytest.raises(ValueError, match="domino=true in a PipelineModule or beside sequence_parallel_size"):
+    with pytest.raises(
+        ValueError, match="domino=true in a PipelineModule of LayerSpecs or beside sequence_parallel_size"
+    ):
         ds_lite.initialize(
             model=MODELS["llama"].make(4, 4), config={**switched(DOMINO), "sequence_parallel_size": 2}
         )

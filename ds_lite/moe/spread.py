@@ -35,24 +35,10 @@ from ds_lite.tensor_parallel.regions import enter, leave
 def spread_experts(model: nn.Module, grid: PipelineParallelGrid, ep_size: int) -> int:
     """Replace every stack of experts; this rank keeps those of its expert coordinate. Returns how many.
 
-    The grid's expert groups have been made, and AutoTP has cut what it cuts.
-    Raises: ValueError for a number of experts that `ep_size` does not divide, and for a model without any.
+    The grid's expert groups have been made, `layout.py` has checked the numbers, and AutoTP has cut what it
+    cuts.
     """
     stacks = list(stacks_of(model))
-    if not stacks:
-        raise ValueError(
-            f"expert_parallel.enabled=true, but {type(model).__name__} has no experts stacked in "
-            "gate_up_proj (E, 2*I, H) and down_proj (E, H, I); write false, or use "
-            "ds_lite.moe.layer.MoE (§9.4)"
-        )
-    for name, stack in stacks:
-        total = len(stack.gate_up_proj)  # type: ignore[arg-type]
-        if total % ep_size:
-            fitting = [size for size in range(1, total + 1) if total % size == 0]
-            raise ValueError(
-                f"{name} has {total} experts, which autoep_size={ep_size} does not divide; choose it from "
-                f"{fitting} (§9.4)"
-            )
     for name, stack in stacks:
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, SpreadExperts(stack, grid.expert(ep_size), ep_size))

@@ -19,6 +19,7 @@ from ds_lite import checkpointing, comm
 from ds_lite.agreement import raise_together
 from ds_lite.gradients import Tie
 from ds_lite.grid import PipelineParallelGrid
+from ds_lite.layout import check_stages, stages_of
 from ds_lite.pipe.building import (
     LayerSpec,
     TiedLayerSpec,
@@ -36,7 +37,7 @@ from ds_lite.pipe.causal_lm.loss import CausalLoss
 from ds_lite.pipe.causal_lm.weights import keep_only
 from ds_lite.pipe.partition import partition_layers
 from ds_lite.tags import tag
-from ds_lite.topology import PipeDataParallelTopology, ProcessTopology
+from ds_lite.topology import ProcessTopology
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
@@ -161,11 +162,7 @@ class PipelineModule(nn.Module):
 
     def _partition(self, method: str) -> list[int]:
         names = [layer_name(spec) for spec in self._specs]
-        if len(names) < self.num_stages:
-            raise ValueError(
-                f"num_stages={self.num_stages} exceeds num_layers={len(names)}; choose at most {len(names)} "
-                f"stages or give more layers (§9.9)"
-            )
+        check_stages(self.num_stages, len(names))
         return partition_layers(
             method, names, lambda: [parameter_count(spec) for spec in self._specs], self.num_stages
         )
@@ -348,15 +345,7 @@ def _agreed_topology(num_stages: int | None, topology: ProcessTopology | None) -
     if topology is None:
         if num_stages is None:
             raise ValueError("PipelineModule needs num_stages or a topology; neither was given (§9.2)")
-        if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
-            raise ValueError(f"num_stages={num_stages!r} must be an integer >= 1 (§9.2)")
-        if world_size % num_stages:
-            fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ValueError(
-                f"world size {world_size} is not divisible by num_stages={num_stages}; choose num_stages "
-                f"from {fitting} or start a multiple of {num_stages} processes (§9.2)"
-            )
-        return PipeDataParallelTopology(num_pp=num_stages, num_dp=world_size // num_stages)
+        return stages_of(num_stages, world_size)
     if topology.world_size() != world_size:
         raise ValueError(
             f"the topology has {topology.world_size()} ranks and the world {world_size}; start "
