@@ -49,8 +49,8 @@ def layout_of(config: DSConfig, facts: Facts, world_size: int) -> ProcessTopolog
     if facts.kind == "specs" and sp > 1:
         raise ValueError(
             f"a PipelineModule of LayerSpecs whose sequences are spread over {sp} ranks: nobody "
-            "knows which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes pipe, "
-            "data and model (§9.14)"
+            "knows which of its layers mix tokens; make it by PipelineModule.from_model, or use the axes "
+            "pipe, data and model (§9.14)"
         )
     _check_domino(config, facts, sp)
     check_axes(sizes, config)

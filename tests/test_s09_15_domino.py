@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from domino_models import TOKENS, WIDTH, Mpu, config_of, make, plain, rotate, whole_weights
+from domino_models import HEADS, TOKENS, WIDTH, Mpu, config_of, make, plain, rotate, whole_weights
 from shard_checks import groups_of, my_group, pattern
 from tolerance import BF16, EXACT, LAW, assert_close, differs
 from torch import Tensor
@@ -413,3 +413,86 @@ def test_parts_take_turns() -> None:
     assert interleave([steps("a", 3), steps("b", 2), steps("c", 0)]) == ["a", "b", "c"]
     assert order == ["a0", "b0", "a1", "b1", "a2"]
     assert list(itertools.chain(interleave([]))) == []
+
+
+# ------------------------------------------------------------------------------------- uncommon backwards
+
+
+def some_gradients_alone(rank: int) -> None:
+    """A backward that never comes to the wait starts no sum; one that failed leaves nothing for the next."""
+    group = my_group([[0, 1]])
+    config = config_of(num_layers=1)
+    model = make(Mpu(group, 2), config)
+    x = pattern(TOKENS, 4, WIDTH).requires_grad_()
+    weight = model.layers[0].query_key_value.weight
+    y = model(x)
+    y.square().sum().backward(retain_graph=True)
+    wanted, of_x = weight.grad.clone(), x.grad.clone()
+    (found,) = torch.autograd.grad(y.square().sum(), [weight], retain_graph=True)
+    assert_close(found, wanted, LAW, "the gradient of one weight")
+    hook = model.layers[0].core_attention.register_full_backward_hook(_raise)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(model(x).square().sum(), [x])
+    hook.remove()
+    fails = [True]
+
+    def once(gradient: Tensor) -> Tensor:
+        if fails.pop() if fails else False:
+            raise KeyError("in backward")
+        return gradient
+
+    y = model(x)
+    loss = y.square().sum()
+    handle = model.layers[0].dense.weight.register_hook(once)
+    with pytest.raises(KeyError, match="in backward"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    x.grad = None
+    loss.backward()
+    assert_close(x.grad, of_x, LAW, "after a backward that failed")
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (first,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
+        first.sum().backward()
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("a hook fails")
+
+
+def test_some_gradients_alone_and_backwards_that_fail(world: Any) -> None:
+    world(some_gradients_alone, 2)
+
+
+def masks_and_angles(rank: int) -> None:
+    """A mask with a row for each head, and rotary angles with one for each sample, go with their owners."""
+    group = my_group([[0, 1]])
+    config, samples = config_of(num_layers=1), 3
+    model = make(Mpu(group, 2), config, rotate=rotate)
+    weights = whole_weights(model)
+    x = pattern(TOKENS, samples, WIDTH)
+    angle = pattern(TOKENS, samples, 1, 1, seed=4)
+    angles = torch.cat((angle.cos(), angle.sin()), dim=-1)
+    mask = pattern(samples, HEADS, TOKENS, TOKENS, seed=5) > 0.3
+    mask = mask & ~torch.eye(TOKENS, dtype=torch.bool)
+    assert_close(model(x, mask, angles), plain(weights, config, x, mask, angles), LAW, "with all of them")
+    assert_close(model(x, mask[:1], angles), plain(weights, config, x, mask[:1], angles), LAW, "one for all")
+    assert differs(model(x, mask, angles), model(x, mask.flip(1), angles)), "control: heads have their own"
+
+
+def test_masks_by_head_and_angles_by_sample(world: Any) -> None:
+    world(masks_and_angles, 2)
+
+
+def one_row(rank: int) -> None:
+    group = my_group([[0, 1]])
+    column, row = columns_and_rows(group)
+    pending = Pending()
+    x = torch.ones(2, dtype=F64, requires_grad=True)
+    columns, _ = column(wait_in_backward(x, pending, "x"), pending, "x")
+    y, _ = row(columns)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == (2,) and column.weight.grad.shape == column.weight.shape
+
+
+def test_a_single_row_goes_through_the_layers(world: Any) -> None:
+    world(one_row, 2)

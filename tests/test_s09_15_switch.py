@@ -6,7 +6,12 @@ that are left when a part fails, blocks whose samples depend on each other, sile
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import re
+from contextlib import redirect_stdout
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +22,13 @@ from shard_checks import pattern
 from tolerance import LAW, assert_close, differs
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ds_lite
 from ds_lite import comm
 from ds_lite.domino.blocks import run_blocks_in_parts
+from ds_lite.tags import cut_of
+from ds_lite.tensor_parallel import LinearAllreduce, LinearLayer
 from ds_lite.tensor_parallel.turns import running
 
 pytest.importorskip("transformers", reason="not proved here: Domino on transformers' models")
@@ -133,16 +141,193 @@ def start(model: nn.Module, samples: int = 3) -> Any:
     return ds_lite.initialize(model=model, config=switched(DOMINO, samples=samples))[0]
 
 
-def dependent(rank: int) -> None:
-    engine = start(tower(None, Centred()))
-    x = pattern(3, 4, 8)
-    with pytest.raises(ValueError, match=r"blocks\.1 gives another result when its batch of 3 runs"):
-        engine(x)
+class Train(nn.Module):
+    """Every sample looks at the others, in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True) if self.training else x
+
+
+class Keeps(nn.Module):
+    """Leaves something of the batch behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.square().mean()
+        return x
+
+
+class Aux(nn.Module):
+    """A number of the batch beside the tokens, in training alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x * 1.0, x.square().mean() if self.training else x.new_zeros(())
+
+
+class Counts(nn.Module):
+    """A buffer that changes with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Pair(NamedTuple):
+    hidden: Tensor
+    table: Tensor
+
+
+class Named(nn.Module):
+    """Something that all samples share, beside what each has; under names."""
+
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(x * 1.0, x.new_ones(1, 4))
+
+
+@dataclass(frozen=True)
+class Hard:
+    """What stands behind the block, and why it cannot run in parts; empty: it can."""
+
+    make: type[nn.Module]
+    reason: str = ""
+
+
+HARD = {
+    "samples": Hard(Centred, "its samples depend on each other"),
+    "samples in training": Hard(Train, "its samples depend on each other"),
+    "an attribute": Hard(Keeps, "it keeps something of the batch in between.seen"),
+    "a number beside": Hard(Aux, "another result in parts|its samples depend"),
+    "a buffer": Hard(Counts, "it keeps something of the batch in between.calls"),
+    "a named tuple": Hard(Named),
+}
+
+
+class Firsts(nn.Module):
+    """The first of what a block gives, and a number beside it."""
+
+    def __init__(self, inner: Tower) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner.blocks[0](x)
+        if not isinstance(y, tuple):
+            return y
+        return y[0] + (y[1] if y[1].dim() == 0 else 0)
+
+
+def hard_block(rank: int, name: str) -> str:
+    hard = HARD[name]
+    told = io.StringIO()
+    truth, model = Firsts(tower(hard.make())).train(), Firsts(tower(hard.make())).train()
+    engine = start(model)
+    with redirect_stdout(told):
+        for samples in (3, 4):
+            x = pattern(samples, 4, 8)
+            wanted, got = truth(x), engine(x)
+            assert_close(got.detach(), wanted.detach(), LAW, f"{name}, {samples} samples")
+            truth.zero_grad()
+            engine.zero_grad()
+            wanted.square().sum().backward()
+            got.square().sum().backward()
+            down = truth.inner.blocks[0].down.bias.grad
+            found = engine.module.inner.blocks[0].down.bias.grad
+            assert_close(found, down, LAW, f"{name}: gradient, {samples} samples")
+    if name == "a buffer":
+        assert engine.module.inner.blocks[0].between.calls == 2, "a trial changes nothing"
     assert running() is None
+    return told.getvalue()
 
 
-def test_samples_that_depend_on_each_other_are_refused(world: Any) -> None:
-    world(dependent, 2)
+@pytest.mark.parametrize("name", list(HARD))
+def test_blocks_whose_parts_give_something_else_run_whole(world: Any, name: str) -> None:
+    told, _ = world(hard_block, 2, name)
+    if HARD[name].reason:
+        assert re.search(rf"blocks\.0 runs in the plain order: .*({HARD[name].reason})", told), told
+    else:
+        assert "plain order" not in told
+
+
+# ------------------------------------------------------------------- contexts that a block opens inside
+
+
+class Opens(nn.Module):
+    """A block that opens a context around a region."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.how = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mlp(x: Tensor) -> Tensor:
+            return self.down(F.gelu(self.up(self.norm(x))))
+
+        if self.how in ("reentrant", "checkpoint"):
+            return x + checkpoint(mlp, x, use_reentrant=self.how == "reentrant")
+        if self.how == "no_grad":
+            with torch.no_grad():
+                y = mlp(x)
+            return x + y + mlp(x)
+        assert VARIABLE.get() == "set"
+        return x + mlp(x)
+
+
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
+
+
+def opens_inside(rank: int, how: str) -> None:
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            model = Tower()
+            model.blocks = nn.ModuleList([Opens(how), Opens(how)])
+            return model.double().train()
+
+    token = VARIABLE.set("set")
+    model = make()
+    for block in model.blocks:
+        block.up, block.down = LinearLayer(block.up), LinearAllreduce(block.down)
+    truth, engine = make(), start(model)
+    x = pattern(3, 4, 8).requires_grad_()
+    for model in (truth, engine):
+        y = model(x)
+        assert torch.is_grad_enabled()
+        y.square().sum().backward()
+    for name, one in truth.named_parameters():
+        other = engine.module.get_parameter(name)
+        found = other.grad if (cut := cut_of(other)) is None else cut.gather(other.grad)
+        assert_close(found, one.grad, LAW, f"{how}: {name}")
+    VARIABLE.reset(token)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "checkpoint", "no_grad", "a variable"])
+def test_contexts_inside_a_block_stay_with_their_part(world: Any, how: str) -> None:
+    world(opens_inside, 2, how)
+
+
+def asks_for_more(rank: int) -> None:
+    """Attentions and router logits are noted once for each module, so such a call runs whole."""
+    with KeepWide():
+        for name, key in (("llama_eager", "attentions"), ("llama", "hidden_states")):
+            options = {f"output_{key}": True}
+            truth = MODELS[name].make(4, 2)
+            engine = ds_lite.initialize(model=MODELS[name].make(4, 2), config=switched(DOMINO, samples=2))[0]
+            batch = MODELS[name].batch(0, 6)
+            batch.pop("labels")
+            for _ in range(2):
+                wanted, got = (model(**batch, use_cache=False, **options) for model in (truth, engine))
+                assert_close(got.logits.detach(), wanted.logits.detach(), LAW)
+                assert len(got[key]) == len(wanted[key])
+                if key == "hidden_states":
+                    for one, other in zip(got[key], wanted[key], strict=True):
+                        assert_close(one.detach(), other.detach(), LAW)
+
+
+def test_a_call_that_asks_for_more_runs_whole(world: Any) -> None:
+    world(asks_for_more, 2)
 
 
 def normed(rank: int) -> None:

@@ -135,7 +135,7 @@ REFUSALS = {
             model=build(num_stages=None, topology=ProcessTopology(["pipe", "seq"], [1, 2])),
             config={**ONE, **SGD},
         ),
-        r"sequences are spread over 2 ranks is not yet built.*use the axes pipe, data and model",
+        r"sequences are spread over 2 ranks: .*use the axes pipe, data and model",
         (2,),
     ),
     # layers

@@ -22,7 +22,7 @@ from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import Ranges
 from ds_lite.tags import Cut, mark_cut
-from ds_lite.tensor_parallel.pending import Pending
+from ds_lite.tensor_parallel.pending import Pending, will_be_waited_for
 
 Init = Callable[[Tensor], Any]
 
@@ -145,11 +145,12 @@ class _Column(torch.autograd.Function):
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_x = (gradient @ weight).contiguous()
-            ctx.pending.start(ctx.key, of_x, ctx.group)
-            ctx.pending.watch_backward()
-        rows = gradient.flatten(0, -2)
+            if will_be_waited_for(ctx):
+                ctx.pending.watch_backward()
+                ctx.pending.start(ctx.key, of_x, ctx.group)
+        rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
-            of_weight = rows.mT @ x.flatten(0, -2)
+            of_weight = rows.mT @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_x, of_weight, of_bias, None, None, None

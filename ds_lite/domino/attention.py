@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_lite import comm
+from ds_lite.comm import ProcessGroup
+
 Rotate = Callable[[Tensor, Any], Tensor]
 
 
@@ -34,10 +37,11 @@ class CoreAttention(nn.Module):
         *,
         is_causal: bool,
         dropout: float,
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.head_width, self.queries_per_group, self.rotate = head_width, queries_per_group, rotate
-        self.is_causal, self.dropout = is_causal, dropout
+        self.is_causal, self.dropout, self.group = is_causal, dropout, group
 
     def forward(self, columns: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None) -> Tensor:
         groups = columns.unflatten(-1, (-1, self.queries_per_group + 2, self.head_width))  # (T, B, G, ., D)
@@ -61,9 +65,12 @@ class CoreAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _mask(self, mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """What torch calls a mask: True where a query may look."""
+        """What torch calls a mask: True where a query may look; of this rank's heads alone."""
         if mask is None:
             return None
+        here, ranks = q.shape[1], 1 if self.group is None else comm.get_world_size(self.group)
+        if mask.dim() >= 3 and mask.shape[-3] == here * ranks and ranks > 1:
+            mask = mask.narrow(-3, comm.get_rank(self.group) * here, here)
         tokens = q.shape[2]
         past = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
         if mask.is_floating_point():

@@ -7,15 +7,21 @@ the block stays as it is: it runs once for each part, and where a part has start
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_lite import comm
 from ds_lite.domino.interleave import Steps, interleave
+from ds_lite.domino.nests import joined, opaque, split
+from ds_lite.domino.trial import Verdict, looks, try_parts
+from ds_lite.moe.layer import MoE
 from ds_lite.tensor_parallel.layers import LinearAllreduce
 from ds_lite.tensor_parallel.turns import Turns
 
@@ -26,8 +32,9 @@ _MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 def run_blocks_in_parts(model: nn.Module, parts: int = PARTS) -> str:
     """Change every block of the model; says what was changed and what was not, and why.
 
-    A block is an item of a list of equal modules in which AutoTP has cut a layer by rows. The first call of
-    each also runs the batch whole, without gradients, and compares.
+    A block is an item of a list of equal modules in which AutoTP has cut a layer by rows. Its first call, and
+    any that looks new, also runs whole, without gradients, and compares (`trial.py`): a block whose parts
+    give something else goes on in the plain order, and says so.
 
     Raises: ValueError for a model without such blocks, and if greenlet is not installed.
     """
@@ -70,6 +77,8 @@ def _why_not(block: nn.Module) -> str | None:
     for name, module in block.named_modules():
         if isinstance(module, _MIXES_SAMPLES):
             return f"{name} is a {type(module).__name__}, which looks at all samples of a batch"
+        if isinstance(module, MoE):
+            return f"{name} is an MoE layer, whose capacity and l_aux are those of the whole batch"
     return None
 
 
@@ -79,27 +88,33 @@ class _InParts:
     def __init__(self, block: nn.Module, name: str, parts: int) -> None:
         self.block, self.name, self.parts = block, name, parts
         self.plain: Callable[..., Any] = block.forward
-        self._has_compared = self._has_told = False
+        self._verdicts: dict[Any, Verdict] = {}
+        self._told: set[str] = set()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        first = args[0] if args else next(iter(named.values()))
-        samples = first.shape[0] if isinstance(first, Tensor) and first.dim() >= 2 else 0
-        reason = f"its batch is {samples}" if samples < 2 else _opaque((args, named))
+        samples = _samples(args, named)
+        reason = f"its batch is {samples}" if samples < 2 else _why_not_now() or opaque((args, named))
+        if reason is None:
+            looks_like = looks((args, named), samples, self.block.training)
+            if looks_like not in self._verdicts:
+                self._verdicts[looks_like] = self._try(args, named, samples)
+            verdict = self._verdicts[looks_like]
+            reason = verdict.reason
         if reason is not None:
             self._tell_once(reason)
             return self.plain(*args, **named)
-        if not self._has_compared:
-            self._has_compared = True
-            self._compare(args, named, samples)
+
+        def run(*args: Any) -> Any:
+            return joined(self._in_parts(args, named, samples), iter(verdict.are_of_batch))
+
         if getattr(self.block, "gradient_checkpointing", False) and self.block.training:
             # transformers would recompute inside of each part, whose turns would mix what is saved for whom
-            recompute: Any = self.block._gradient_checkpointing_func
-            return recompute(lambda *args: self._in_parts(args, named, samples), *args)
-        return self._in_parts(args, named, samples)
+            return self.block._gradient_checkpointing_func(run, *args)  # type: ignore[operator]
+        return run(*args)
 
-    def _in_parts(self, args: tuple[Any, ...], named: dict[str, Any], samples: int) -> Any:
+    def _in_parts(self, args: tuple[Any, ...], named: dict[str, Any], samples: int) -> list[Any]:
         sizes = [len(piece) for piece in torch.arange(samples).tensor_split(min(self.parts, samples))]
-        pieces = _split((args, named), samples, sizes)
+        pieces = split((args, named), samples, sizes)
         turns = Turns()
         with turns.taken(), _without_checkpoints(self.block):
             results = interleave(
@@ -109,29 +124,51 @@ class _InParts:
                 ]
             )
         assert not len(turns.pending), "the block is done, and a sum is under way"
-        return _joined(results, sizes)
+        return results
 
-    def _compare(self, args: tuple[Any, ...], named: dict[str, Any], samples: int) -> None:
-        """Does the batch in parts give what it gives whole?"""
-        modes = {module: module.training for module in self.block.modules()}
-        self.block.eval()
-        try:
-            with torch.no_grad():
-                whole, parts = self.plain(*args, **named), self._in_parts(args, named, samples)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if not _is_same(whole, parts):
-            raise ValueError(
-                f"{self.name} gives another result when its batch of {samples} runs in {self.parts} parts; "
-                "its samples depend on each other, or an argument belongs to the batch in a way that is not "
-                "seen; write domino=false (§9.15)"
-            )
+    def _try(self, args: tuple[Any, ...], named: dict[str, Any], samples: int) -> Verdict:
+        return try_parts(
+            self.block,
+            lambda given: self.plain(*given[0], **given[1]),
+            lambda given: self._in_parts(given[0], given[1], samples),
+            (args, named),
+            samples,
+        )
 
     def _tell_once(self, reason: str) -> None:
-        if not self._has_told:
-            self._has_told = True
+        if reason not in self._told and comm.get_rank() == 0:
+            self._told.add(reason)
             print(f"ds_lite: {self.name} runs in the plain order: {reason} (§9.15)", flush=True)
+
+
+@contextmanager
+def in_plain_order(block: nn.Module) -> Iterator[None]:
+    """The block runs its batch whole until the context ends, e.g. for hooks inside of it."""
+    forward: Any = block.forward
+    if not isinstance(forward, _InParts):
+        yield
+        return
+    block.forward = forward.plain
+    try:
+        yield
+    finally:
+        block.forward = forward
+
+
+def _samples(args: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """B, of the hidden states: what comes first, goes by their name, or is the first float of (B, T, H)."""
+    candidates = [*args[:1], *([named["hidden_states"]] if "hidden_states" in named else named.values())]
+    states = [x for x in candidates if isinstance(x, Tensor) and x.dim() >= 2 and x.is_floating_point()]
+    return int(states[0].shape[0]) if states else 0
+
+
+def _why_not_now() -> str | None:
+    """transformers notes what the modules inside give, once each; parts would give it several times."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is not None and collector.get():
+        return "its attentions, hidden states or router logits are asked for"
+    return None
 
 
 @contextmanager
@@ -147,25 +184,13 @@ def _without_checkpoints(block: nn.Module) -> Iterator[None]:
         block.gradient_checkpointing = before
 
 
-def _opaque(value: Any, name: str = "an argument") -> str | None:
-    """What may hold something of the batch and cannot be cut, such as a cache of keys and values."""
-    if isinstance(value, dict):
-        found = (_opaque(item, str(key)) for key, item in value.items())
-    elif isinstance(value, (tuple, list)):
-        found = (_opaque(item, name) for item in value)
-    elif value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype)):
-        return None
-    else:
-        return f"{name} is a {type(value).__name__}, which cannot be cut; a cache goes with use_cache=False"
-    return next((reason for reason in found if reason is not None), None)
-
-
 def _steps(function: Callable[[], Any], turns: Turns, part: int) -> Steps[Any]:
     """A function as a generator: it yields where the function calls `turns.pause`."""
     from greenlet import getcurrent, greenlet
 
     main = getcurrent()
     green = greenlet(function)
+    green.gr_context = copy_context()  # else context variables would be at their defaults inside
 
     def go_on() -> Any:
         turns.part, turns.pause = part, main.switch
@@ -181,47 +206,6 @@ def _steps(function: Callable[[], Any], turns: Turns, part: int) -> Steps[Any]:
     finally:
         if not green.dead:
             green.throw()  # another part has failed
-
-
-def _split(value: Any, samples: int, sizes: Sequence[int]) -> list[Any]:
-    """The same nest for each part; a tensor (B, ...) of two dimensions or more is cut, all else is shared."""
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[0] == samples:
-        return list(value.split(list(sizes)))
-    if isinstance(value, dict):
-        columns = {key: _split(item, samples, sizes) for key, item in value.items()}
-        return [{key: pieces[part] for key, pieces in columns.items()} for part in range(len(sizes))]
-    if isinstance(value, (tuple, list)):
-        rows = [_split(item, samples, sizes) for item in value]
-        return [type(value)(pieces[part] for pieces in rows) for part in range(len(sizes))]
-    return [value] * len(sizes)
-
-
-def _joined(results: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The whole output from those of the parts."""
-    first = results[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(results)) if first.dim() and len(first) == sizes[0] else first
-    if isinstance(first, dict):
-        return type(first)(**{key: _joined([one[key] for one in results], sizes) for key in first})
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(column, sizes) for column in zip(*results))
-    return first
-
-
-def _is_same(whole: Any, parts: Any) -> bool:
-    if isinstance(whole, Tensor):
-        if not isinstance(parts, Tensor) or whole.shape != parts.shape:
-            return False
-        if not whole.is_floating_point():
-            return torch.equal(whole, parts)
-        largest = float(whole.nan_to_num().abs().max()) if whole.numel() else 0.0
-        slack = torch.finfo(whole.dtype).eps ** 0.5 * largest
-        return torch.allclose(whole, parts, rtol=0, atol=slack, equal_nan=True)
-    if isinstance(whole, dict):
-        return all(_is_same(whole[key], parts[key]) for key in whole)
-    if isinstance(whole, (tuple, list)):
-        return all(_is_same(one, other) for one, other in zip(whole, parts, strict=True))
-    return True
 
 
 def _need_greenlet() -> None:

@@ -85,6 +85,7 @@ class DominoTransformerLayer(nn.Module):
             apply_rotary_pos_emb,
             is_causal=getattr(self_attn_mask_type, "name", self_attn_mask_type) != "padding",
             dropout=getattr(config, "attention_dropout", 0.0),
+            group=self.group,
         )
         self.dense = self._row(sizes.heads, sizes.width, config, has_bias)
         self.linear_fc1 = DominoAsyncColumnParallelLinear(
@@ -106,10 +107,12 @@ class DominoTransformerLayer(nn.Module):
         rotary_pos_emb: Any = None,
     ) -> tuple[Tensor, ...]:
         pending = Pending()
-        masks = masks_of(attention_mask, [part.shape[1] for part in hidden_states])
+        sizes = [part.shape[1] for part in hidden_states]
         steps = [
-            self.steps(part, mask, rotary_pos_emb, pending, key)
-            for key, (part, mask) in enumerate(zip(hidden_states, masks))
+            self.steps(part, mask, rotary, pending, key)
+            for key, (part, mask, rotary) in enumerate(
+                zip(hidden_states, masks_of(attention_mask, sizes), rotary_of(rotary_pos_emb, sizes))
+            )
         ]
         results = interleave(steps)
         assert not len(pending), "forward is over, and a sum is under way"
@@ -224,14 +227,15 @@ class DominoTransformer(nn.Module):
     def _all_layers(self, parts: tuple[Tensor, ...], mask: Tensor | None, rotary: Any) -> tuple[Tensor, ...]:
         pending = Pending()
 
-        def steps(x: Tensor, mask: Tensor | None, part: int) -> Steps[Tensor]:
+        def steps(x: Tensor, mask: Tensor | None, rotary: Any, part: int) -> Steps[Tensor]:
             for layer in self.layers:
                 assert isinstance(layer, DominoTransformerLayer)
                 x = yield from layer.steps(x, mask, rotary, pending, part)
             return x
 
-        masks = masks_of(mask, [part.shape[1] for part in parts])
-        results = interleave([steps(x, own, part) for part, (x, own) in enumerate(zip(parts, masks))])
+        sizes = [part.shape[1] for part in parts]
+        given = zip(parts, masks_of(mask, sizes), rotary_of(rotary, sizes), strict=True)
+        results = interleave([steps(*own, part) for part, own in enumerate(given)])
         assert not len(pending), "forward is over, and a sum is under way"
         return tuple(results)
 
@@ -290,3 +294,12 @@ def masks_of(mask: Tensor | None, sizes: list[int]) -> list[Tensor | None]:
     if mask is None or mask.dim() < 4 or mask.shape[0] == 1:
         return [mask] * len(sizes)
     return list(mask.split(sizes))
+
+
+def rotary_of(positions: Any, sizes: list[int]) -> list[Any]:
+    """The rotary table of each part; one without a batch, (T, 1, 1, ...), is everybody's."""
+    if isinstance(positions, tuple):
+        return list(zip(*(rotary_of(one, sizes) for one in positions), strict=True))
+    if not isinstance(positions, Tensor) or positions.dim() < 3 or positions.shape[1] != sum(sizes):
+        return [positions] * len(sizes)
+    return list(positions.split(sizes, dim=1))

@@ -86,6 +86,6 @@ class _Late(autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[None, Tensor | None, Tensor | None]:
         ((x, gradient),) = ctx.late
         ctx.late.clear()
-        rows = gradient.flatten(0, -2)
-        of_weight = rows.mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.mT @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return None, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
 
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
@@ -56,7 +57,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, tuple[Any, Tensor]] = {}
-        self._is_watched = False
+        self._backward = -1  # number of the backward that runs
         self._last_wait: int | None = None
 
     def __len__(self) -> int:
@@ -105,18 +106,24 @@ class Pending:
             self.wait(key)
 
     def watch_backward(self) -> None:
-        """At the end of the backward that runs now nothing may be under way."""
-        if not self._is_watched:
-            self._is_watched = True
+        """At the end of the backward that runs now nothing may be under way; what one left that failed ends
+        here."""
+        number = torch._C._current_graph_task_id()
+        if self._backward != number:
+            self.drain()
+            self._backward = number
             Variable._execution_engine.queue_callback(self._assert_none)
 
     def _assert_none(self) -> None:
-        self._is_watched = False
+        self._backward = -1
         assert not self._under_way, f"backward is over, but {list(self._under_way)} were not waited for"
 
 
 def start_sum(x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
     """Begin to sum the parts of the ranks; the result may be read after `finish_sum`.
+
+    x is summed in its own memory, so nothing else may use it: no layer that saves its output for backward,
+    such as exp, may have made it; a linear layer may.
 
     Shapes: x -> the same, contiguous; x itself where it is.
     Communication: forward one all-reduce of x's size; backward none.
@@ -156,6 +163,11 @@ def wait_in_backward(x: Tensor, pending: Pending, key: Hashable) -> Tensor:
     return waited
 
 
+def will_be_waited_for(ctx: Any) -> bool:
+    """Whether this backward goes on to the wait before x; one that asks for some weights alone does not."""
+    return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: Pending, key: Hashable, group: ProcessGroup | None) -> Tensor:
@@ -164,6 +176,7 @@ class _Start(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0], None, None, None
 
@@ -175,6 +188,7 @@ class _Finish(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0], None, None
 
@@ -186,10 +200,12 @@ class _SumInBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold this one
-        ctx.pending.start(ctx.key, total, ctx.group)
-        ctx.pending.watch_backward()
+        if will_be_waited_for(ctx):
+            ctx.pending.watch_backward()
+            ctx.pending.start(ctx.key, total, ctx.group)
         return total, None, None, None
 
 
@@ -200,6 +216,7 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         ctx.pending.wait(ctx.key)
         return gradients[0], None, None

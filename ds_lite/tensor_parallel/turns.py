@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_lite.comm import ProcessGroup
@@ -34,10 +36,12 @@ class Turns:
         self.part = 0
         self.pause: Callable[[], None] = lambda: None
         self._count: dict[int, int] = {}
+        self._surroundings: tuple[Any, ...] = ()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Regions that are entered and left until the block ends belong to these parts."""
+        self._surroundings = _surroundings()
         _running.append(self)
         try:
             yield
@@ -46,6 +50,10 @@ class Turns:
             raise
         finally:
             _running.pop()
+
+    def are_given_away(self) -> bool:
+        """Not inside of a context that a part has opened, e.g. a checkpoint: others would run in it."""
+        return _surroundings() == self._surroundings
 
     def enter(self, x: Tensor, group: ProcessGroup) -> Tensor:
         """As `regions.enter`; backward begins the sum here and waits for it one step earlier."""
@@ -66,5 +74,18 @@ class Turns:
 
 
 def running() -> Turns | None:
-    """The parts that are computed now, if a batch runs in parts."""
-    return _running[-1] if _running else None
+    """The parts that are computed now, if a batch runs in parts and turns may change here."""
+    return _running[-1] if _running and _running[-1].are_given_away() else None
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What contexts of torch change for whatever runs inside of them, and would be left in another order."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        None if hooks is None else tuple(map(id, hooks)),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_lite import comm
-from ds_lite.domino import async_linear, attention, blocks, transformer
+from ds_lite.domino import async_linear, attention, blocks, nests, transformer, trial
 from ds_lite.domino.async_linear import RowParallelLinearNoComm
 from ds_lite.domino.attention import CoreAttention
 from ds_lite.tensor_parallel import overlap, pending, sharded, turns
@@ -187,12 +187,40 @@ def every_sum_twice() -> Patch:
 SWITCH = "tests/test_s09_15_switch.py"
 
 
-@killed_by(
-    MUTANTS, f"{SWITCH}::test_samples_that_depend_on_each_other_are_refused", "DID NOT RAISE", section="9.15"
-)
+RUN_WHOLE = f"{SWITCH}::test_blocks_whose_parts_give_something_else_run_whole"
+CONTEXTS = f"{SWITCH}::test_contexts_inside_a_block_stay_with_their_part"
+
+
+@killed_by(MUTANTS, f"{RUN_WHOLE}[samples]", "differs", section="9.15")
 def parts_are_not_compared() -> Patch:
     """A block whose samples look at each other runs in parts, and gives something else."""
-    return mock.patch.object(blocks._InParts, "_compare", lambda self, args, named, samples: None)
+    return mock.patch.object(trial, "to_half_of_the_digits", lambda one, other: True)
+
+
+@killed_by(MUTANTS, f"{RUN_WHOLE}[samples in training]", "differs", section="9.15")
+def parts_are_compared_in_eval() -> Patch:
+    """What a block does in training alone is not seen."""
+
+    def in_eval(right: Any, block: Any, *args: Any) -> Any:
+        block.eval()
+        try:
+            return right(block, *args)
+        finally:
+            block.train()
+
+    return around(blocks, "try_parts", in_eval)
+
+
+@killed_by(MUTANTS, f"{CONTEXTS}[no_grad]", "assert|differs|None", section="9.15")
+def turns_change_inside_of_contexts() -> Patch:
+    """The other part goes on with gradients switched off."""
+    return _cleared(mock.patch.object(turns, "_surroundings", lambda: ()))
+
+
+@killed_by(MUTANTS, f"{CONTEXTS}[a variable]", "assert|unset|Error", section="9.15")
+def parts_forget_context_variables() -> Patch:
+    """Inside of a part every context variable has its default."""
+    return mock.patch.object(blocks, "copy_context", lambda: None)
 
 
 @killed_by(
@@ -209,8 +237,8 @@ def every_part_is_the_first_sample() -> Patch:
             return [value[:size] for size in sizes]
         return right(value, samples, sizes)
 
-    right = blocks._split
-    return mock.patch.object(blocks, "_split", split)
+    right = nests.split
+    return mock.patch.object(blocks, "split", split)
 
 
 @killed_by(

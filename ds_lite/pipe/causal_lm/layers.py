@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_lite.domino.blocks import in_plain_order
 from ds_lite.pipe.building import LayerSpec, TiedLayerSpec
 from ds_lite.pipe.causal_lm.hull import CONTEXT, Hull
 from ds_lite.pipe.causal_lm.routers import sums_of_block
@@ -154,6 +155,8 @@ class Block(Piece):
         args, named = self.hull.around(hidden, context, self.index)
         router = self.hull.router
         with self.hull.at_work(context) as mine, ExitStack() as watching:
+            if router is not None:
+                watching.enter_context(in_plain_order(self.block))
             logits = watching.enter_context(router.watching(self.block)) if router is not None else []
             hidden = _first(self.block(hidden, *args, **named))
         if router is None:
