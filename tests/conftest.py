@@ -26,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--impl", default="ds_lite", help="the implementation under test: a name, a file, a module"
     )
+    parser.addoption(
+        "--layouts", type=int, default=0, help="how many layouts to draw in test_every_layout.py"
+    )
+    parser.addoption("--layout-seed", type=int, default=0, help="where to begin drawing")
     parser.addoption("--full", action="store_true", help="also the tests marked full")
 
 
