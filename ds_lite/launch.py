@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -40,6 +41,9 @@ _START_ONE, _START_ALL = _START + "_one; _one(*sys.argv[1:])", _START + "_all; _
 _CALL, _RESULT = "call.pickle", "result{}.pickle"
 
 
+_HEAVY = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+
+
 @dataclass(frozen=True)
 class Job:
     """What a process is told: who it is, where they meet, what to run. No script: the call in `folder`."""
@@ -52,6 +56,7 @@ class Job:
     lifeline: int  # a file descriptor that ends when the launcher does
     script: str | None = None
     args: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # heavy modules that the launcher has loaded, so the ranks will want them
 
 
 class JobFailed(RuntimeError):
@@ -161,7 +166,10 @@ def _run_job(
     if nproc < 1:
         raise ValueError(f"nproc={nproc} is not a number of processes; choose nproc >= 1 (§9.2)")
     theirs, ours = os.pipe()
-    jobs = [Job(i, nproc, str(folder), str(trace_dir), limit_s, theirs, script, args) for i in range(nproc)]
+    heavy = tuple(name for name in sys.modules if _HEAVY.fullmatch(name))
+    jobs = [
+        Job(i, nproc, str(folder), str(trace_dir), limit_s, theirs, script, args, heavy) for i in range(nproc)
+    ]
     processes: list[subprocess.Popen[bytes] | ForkedRank] = []
     try:
         if CAN_FORK:
@@ -235,10 +243,10 @@ def _one(text: str) -> None:
 
 def _all(text: str, tell: str) -> None:
     """This process becomes all ranks."""
-    for name in ("ds_lite.initialize", "torch._dynamo"):  # optimizers need the second, and it is heavy
-        importlib.import_module(name)
     fields = json.loads(text)
     job = Job(**{**fields, "args": tuple(fields["args"])})
+    for name in ("ds_lite.initialize", "torch._dynamo", *job.imports):  # optimizers need the second
+        importlib.import_module(name)
     serve(int(tell), job.world_size, lambda rank: _main(replace(job, rank=rank)))
 
 

@@ -56,7 +56,12 @@ def test_a_chapter_is_short_and_imports_ds_lite_only(chapter):
     assert re.search(r"§9\.\d+ .*Run time", ast.get_docstring(tree) or "", re.DOTALL)
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    others = {str(name).split(".")[0] for name in imported} - {"ds_lite", "torch", "__future__"}
+    others = {str(name).split(".")[0] for name in imported} - {
+        "ds_lite",
+        "torch",
+        "transformers",
+        "__future__",
+    }
     assert others <= set(sys.stdlib_module_names)
     assert "argv" not in text and "argparse" not in text, "a chapter takes no arguments"
 
