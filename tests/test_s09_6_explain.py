@@ -123,6 +123,11 @@ def equals_an_engine(
         assert expected[key][0] == moved[key][0], "as many calls"
         expected[key] = moved[key]
     assert expected == moved, {key: (expected.get(key), moved.get(key)) for key in {*expected, *moved}}
+    longer = explain(
+        config, world_size, empty(name, wide=not is_low), num_stages=stages, rank=rank, tokens=TOKENS + 1
+    )
+    moves_tokens = any(axis in ("pipe", "seq", "model") for axis, _ in moved)
+    assert moves_tokens == (told(longer.traffic) != expected), "control: another length moves other bytes"
     engine.compute_gradients(iter(mine))
     assert engine.skipped_steps == 0
     found, here = held_by(engine), said.stored[engine.stage_id, grid.coordinate("model")]

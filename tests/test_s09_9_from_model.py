@@ -216,3 +216,54 @@ def refusals(rank: int) -> None:
 
 def test_what_is_no_pipeline_of_a_model_is_refused(world: Any) -> None:
     world(refusals, 1)
+
+
+# -------------------------------------------------------------------------------- from layout to layout
+
+
+def one_step(rank: int, name: str, folder: str, layout: dict[str, int], step: int) -> float:
+    """Resume from the folder if there is a step before, train one batch, save."""
+    with KeepWide():
+        options = {key: value for key, value in layout.items() if key != "stages"}
+        model = MODELS[name].make(4, 2 if MODELS[name].kv else 4)
+        pipeline = PipelineModule.from_model(model, num_stages=layout["stages"])
+        dp = ds_lite.comm.get_world_size() // layout["stages"] // options.get("tp", 1) // options.get("sp", 1)
+        engine = ds_lite.initialize(model=pipeline, config=config_of(4 // dp, 2, **options))[0]
+        if step:
+            engine.load_checkpoint(folder)
+        given = batches(4, 2, 7, seed=step)
+        mine = given[4 // dp * engine.grid.get_data_parallel_rank() :][: 4 // dp]
+        loss = float(engine.train_batch(iter(mine)))
+        engine.save_checkpoint(folder)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "name, layouts",
+    [
+        (
+            "llama tied",
+            [(2, {"stages": 2}), (4, {"stages": 1, "tp": 2, "zero": 1}), (2, {"stages": 1, "sp": 2})],
+        ),
+        (
+            "mixtral",
+            [(4, {"stages": 2, "ep": 2}), (2, {"stages": 1, "ep": 1, "tp": 2}), (4, {"stages": 1, "ep": 4})],
+        ),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    world: Any, tmp_path: Any, name: str, layouts: list[Any]
+) -> None:
+    with KeepWide():
+        truth = MODELS[name].make(4, 2 if MODELS[name].kv else 4)
+        losses = []
+        for step in range(len(layouts)):
+            truth.zero_grad()
+            losses.append(float(one_process(truth, batches(4, 2, 7, seed=step))))
+            with torch.no_grad():
+                for weight in truth.parameters():
+                    weight -= LR * (0 if weight.grad is None else weight.grad)
+    for step, (world_size, layout) in enumerate(layouts):
+        found = world(one_step, world_size, name, str(tmp_path), layout, step)
+        assert found == pytest.approx([losses[step]] * world_size, abs=1e-9), f"step {step} in {layout}"
+    assert len(set(losses)) == len(losses), "control: every step has another loss"
