@@ -1,4 +1,4 @@
-"""The `ds-lite` command: find a section, draw a schedule, look up a rank, run a lab (§9.2 §9.10 §9.11).
+"""The `ds-lite` command: find a section, draw a schedule, explain a config, run a lab (§9.2 §9.6 §9.10).
 
 Each command checks what the user typed, asks the module that knows, and prints. A mistake is answered by one
 red line on stderr and exit status 2.
@@ -212,6 +212,32 @@ def autotp(
     total, kept = plan.shares(made)
     share = f"{min(kept):,}" if len(set(kept)) == 1 else f"{min(kept):,} to {max(kept):,}"
     _print(Text(f"{total:,} parameters; each of {tp} ranks holds {share} ({max(kept) / total:.0%})"))
+
+
+@app.command()
+def explain(
+    config: Annotated[Path, typer.Argument(help="A ds_config, as a JSON file.")],
+    world: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
+    model: Annotated[str | None, typer.Option(help="A model, named as for autotp.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Pipeline stages, of PipelineModule.from_model or of a model to come.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Whose groups, reductions and messages.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 1024,
+    mask: Annotated[bool, typer.Option("--mask", help="Batches bring an attention mask.")] = False,
+    partition: Annotated[str, typer.Option(help="partition_method of PipelineModule.")] = "parameters",
+) -> None:
+    """Show what initialize would form: groups, reductions, messages, bytes; or why it refuses (§9.6)."""
+    with _one_line_errors():
+        from ds_lite.explain import explain as explained
+        from ds_lite.explain.text import lines
+        from ds_lite.tensor_parallel.empty_model import empty_model
+
+        made = None if model is None else empty_model(model)
+        options = {"rank": rank, "tokens": tokens, "has_mask": mask, "partition_method": partition}
+        said = explained(config, world, made, num_stages=stages, **options)  # type: ignore[arg-type]
+    for line in lines(said):
+        _print(Text(line.text, style=line.style))
 
 
 def _lab_script(number: int) -> Path:

@@ -52,7 +52,10 @@ def form_grid(model: nn.Module, config: DSConfig, mpu: Any) -> PipelineParallelG
 
 
 def facts_of(model: nn.Module, config: DSConfig) -> Facts:
-    """What legality depends on, of a model as it is before it is cut."""
+    """What legality depends on, of a model as it is before it is cut; equal on all ranks.
+
+    Communication: for a list of LayerSpecs with expert_parallel one all-gather over the world.
+    """
     whole, name = whole_of(model), type(whole_of(model)).__name__
     stacks = [len(stack.gate_up_proj) for _, stack in stacks_of(whole)]  # type: ignore[arg-type]
     spread = tuple(stacks) if config.expert_parallel.enabled else ()
@@ -60,6 +63,10 @@ def facts_of(model: nn.Module, config: DSConfig) -> Facts:
         sizes = tuple(sorted({layer.ep_size for layer in moe_layers(model)}))
         return Facts(name, heads=heads_of(whole), experts=spread, ep_sizes=sizes)
     is_listed = whole is model
+    if is_listed and config.expert_parallel.enabled:
+        stages: list[Any] = [()] * comm.get_world_size()  # each rank knows the layers of its own stage
+        comm.all_gather_object(stages, spread)
+        spread = tuple(sorted(set().union(*stages)))
     return Facts(
         name,
         "specs" if is_listed else "model",
