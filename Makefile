@@ -3,6 +3,7 @@
 #   make lab      train a model through a real pipeline and show what happened
 #   make test     prove it equal to one process: a quick selection
 #   make full     every test
+#   make mutants  break the engine in every way we know, and see which test notices (SECTIONS=9.12,9.15)
 #   make layouts  draw N layouts of a model and compare each with one process (N=200 SEED=0)
 #   make check    lint, format, types
 #   make clean    remove everything that was set up or written
@@ -22,7 +23,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 INSTALL := $(BIN) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 CHECKED := $(wildcard ds_lite chapters labs tests)
 
-.PHONY: lab test full layouts check clean
+.PHONY: lab test full mutants layouts check clean
 .DELETE_ON_ERROR:
 
 lab: $(VENV)/core.done
@@ -31,7 +32,7 @@ lab: $(VENV)/core.done
 N ?= 200
 SEED ?= 0
 
-test full layouts: export OMP_NUM_THREADS = 1
+test full mutants layouts: export OMP_NUM_THREADS = 1
 
 test: $(VENV)/tools.done
 	$(BIN) -m pytest --quiet --doctest-modules ds_lite
@@ -40,6 +41,9 @@ test: $(VENV)/tools.done
 full: $(VENV)/tools.done
 	$(BIN) -m pytest --quiet --doctest-modules ds_lite
 	$(BIN) -m pytest --numprocesses auto --dist loadgroup --full tests
+
+mutants: $(VENV)/tools.done
+	$(BIN) tests/mutants $(if $(SECTIONS),--sections $(SECTIONS))
 
 layouts: $(VENV)/tools.done
 	$(BIN) -m pytest --numprocesses auto --dist loadgroup -rP --layouts $(N) --layout-seed $(SEED) tests/test_every_layout.py -k any_layout

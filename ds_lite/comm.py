@@ -8,7 +8,9 @@ A group carries the name of its mesh axis (`group_desc`), so each ledger row can
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch.distributed import (  # passed on as they are, for scripts that impor
 
 from ds_lite import trace
 from ds_lite.ledger import Ledger, Traffic, note, record
+from ds_lite.staging import staged
 
 __all__ = [
     "Ledger",
@@ -111,7 +114,10 @@ def init_distributed(
 
 
 def _backend_string(wanted: str | None) -> str:
-    """NCCL only where each local rank has its own GPU; message headers stay on gloo."""
+    """NCCL only where each local rank has its own GPU; message headers stay on gloo.
+
+    "staged" computes on GPUs that ranks share, and sends by gloo.
+    """
     if wanted in (None, "auto"):
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         wanted = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "gloo"
@@ -119,6 +125,15 @@ def _backend_string(wanted: str | None) -> str:
 
 
 def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
+    global _shared_card
+    _shared_card = None
+    if backend == "staged":
+        cards = torch.cuda.device_count()
+        if not cards:
+            raise ValueError("backend='staged' needs a GPU, and there is none here; choose gloo (§9.11)")
+        _shared_card = torch.device("cuda", int(os.environ.get("LOCAL_RANK", max(rank, 0))) % cards)
+        torch.cuda.set_device(_shared_card)
+        backend = "cpu:gloo"
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if init_method is not None and rank >= 0:
@@ -129,8 +144,13 @@ def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int,
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+_shared_card: torch.device | None = None  # what a rank of a "staged" job computes on
+
+
 def device_of_this_rank() -> torch.device:
-    """The device this rank computes on: its GPU under NCCL, else the CPU."""
+    """The device this rank computes on: its GPU under NCCL, one that it shares if staged, else the CPU."""
+    if _shared_card is not None and dist.is_initialized():
+        return _shared_card
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -202,6 +222,18 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _sent(
+    message: Callable[..., Any], tensors: Sequence[Tensor], writes: Sequence[int], async_op: bool = True
+) -> Any:
+    """`message(*tensors, async_op=...)`, by way of the host where ranks share a card.
+
+    `writes` says which of the tensors it changes.
+    """
+    if _shared_card is not None and tensors[0].device.type == _shared_card.type:
+        return staged(message, tensors, writes, async_op=async_op)
+    return message(*tensors, async_op=async_op)
+
+
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
@@ -210,7 +242,7 @@ def all_reduce(
     if n == 1:
         return _Done() if async_op else None
     note("all_reduce", group, _bytes(tensor), 2 * (n - 1) * _bytes(tensor) // n)
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return _sent(partial(dist.all_reduce, op=op, group=group), [tensor], [0], async_op)
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
@@ -218,7 +250,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     if dist.get_world_size(group) == 1:
         return _Done() if async_op else None
     note("broadcast", group, _bytes(tensor), _bytes(tensor) if dist.get_rank() == src else 0)
-    return dist.broadcast(tensor, src=src, group=group, async_op=async_op)
+    return _sent(partial(dist.broadcast, src=src, group=group), [tensor], [0], async_op)
 
 
 def all_gather_into_tensor(
@@ -230,7 +262,7 @@ def all_gather_into_tensor(
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
     note("all_gather", group, _bytes(output_tensor), (n - 1) * _bytes(tensor))
-    return _all_gather(output_tensor, tensor, group=group, async_op=async_op)
+    return _sent(partial(_all_gather, group=group), [output_tensor, tensor], [0], async_op)
 
 
 def all_gather(
@@ -239,7 +271,11 @@ def all_gather(
     """DeepSpeed's list form; prefer `all_gather_into_tensor`."""
     n = dist.get_world_size(group)
     note("all_gather", group, n * _bytes(tensor), (n - 1) * _bytes(tensor))
-    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+
+    def message(x: Tensor, *outputs: Tensor, async_op: bool) -> Any:
+        return dist.all_gather(list(outputs), x, group=group, async_op=async_op)
+
+    return _sent(message, [tensor, *tensor_list], range(1, n + 1), async_op)
 
 
 def reduce_scatter_tensor(
@@ -255,7 +291,7 @@ def reduce_scatter_tensor(
         output_tensor.copy_(tensor.view_as(output_tensor))
         return _Done() if async_op else None
     note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
-    return _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return _sent(partial(_reduce_scatter, op=op, group=group), [output_tensor, tensor], [0], async_op)
 
 
 def reduce_scatter_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> Any:
@@ -269,7 +305,7 @@ def reduce_scatter_in_place(tensor: Tensor, group: ProcessGroup | None = None) -
     note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
     if tensor.device.type != "cpu":
         own = tensor.view(n, -1)[dist.get_rank(group)]
-        return _reduce_scatter(own, tensor, group=group, async_op=True)
+        return _sent(partial(_reduce_scatter, group=group), [own, tensor], [0])
     # gloo's own reduce-scatter is this all-reduce too, of a copy.
     return dist.all_reduce(tensor, group=group, async_op=True)
 
@@ -285,7 +321,7 @@ def all_gather_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> An
     note("all_gather", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
     parts = tensor.view(n, -1)
     if tensor.device.type != "cpu":
-        return _all_gather(tensor, parts[dist.get_rank(group)], group=group, async_op=True)
+        return _sent(partial(_all_gather, group=group), [tensor, parts[dist.get_rank(group)]], [0])
     # gloo's all-gather goes through a buffer of its own.
     return _All(
         [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
@@ -309,9 +345,13 @@ def all_to_all_single(
     home = input_split_sizes[dist.get_rank(group)] if input_split_sizes else rows // n
     row_bytes = _bytes(tensor) // rows if rows else 0
     note("all_to_all", group, _bytes(tensor), (rows - home) * row_bytes)
-    return dist.all_to_all_single(
-        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+    message = partial(
+        dist.all_to_all_single,
+        output_split_sizes=output_split_sizes,
+        input_split_sizes=input_split_sizes,
+        group=group,
     )
+    return _sent(message, [output, tensor], [0], async_op)
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Any:
@@ -325,7 +365,11 @@ def isend(
 ) -> Work:
     """Start sending `tensor` to the global rank `dst`; keep it unchanged until the handle is waited."""
     note(operation, group, _bytes(tensor), _bytes(tensor))
-    work = dist.isend(tensor, dst, group=group, tag=tag)
+
+    def message(x: Tensor, *, async_op: bool) -> Work | None:
+        return dist.isend(x, dst, group=group, tag=tag)
+
+    work: Work | None = _sent(message, [tensor], [])
     assert work is not None, f"rank {dist.get_rank()} is not in the group it sends on"
     return work
 
@@ -335,7 +379,11 @@ def irecv(
 ) -> Work:
     """Post a receive from the global rank `src` into `tensor`, of exactly the size that was sent."""
     note(operation, group, _bytes(tensor), 0)
-    work = dist.irecv(tensor, src, group=group, tag=tag)
+
+    def message(x: Tensor, *, async_op: bool) -> Work | None:
+        return dist.irecv(x, src, group=group, tag=tag)
+
+    work: Work | None = _sent(message, [tensor], [0])
     assert work is not None, f"rank {dist.get_rank()} is not in the group it receives on"
     return work
 

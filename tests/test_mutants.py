@@ -1,6 +1,6 @@
 """Every mutant dies, of the test it names and for the reason it names; without it that test passes.
 
-A mutant that survives means that a rule of the engine is not tested.
+A mutant that survives means that a rule of the engine is not tested. `make mutants` counts them.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def only_ds_lite(impl: Any) -> None:
         pytest.skip("not proved: the mutants change ds_lite's own modules")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_dies(mutant: Mutant, world: World, impl: Any) -> None:
     try:
@@ -155,17 +156,10 @@ CONTROLS = {str((mutant.killer, sorted(mutant.needs.items()))): mutant for mutan
 
 
 def controls() -> list[Any]:
-    """A killer that is not narrowed to one case stands in the suite as it is, and need not run twice."""
-    return [
-        pytest.param(
-            mutant,
-            id=f"without_{mutant.name}",
-            marks=() if "cases" in find(mutant.killer)[1] else (pytest.mark.full,),
-        )
-        for mutant in CONTROLS.values()
-    ]
+    return [pytest.param(mutant, id=f"without_{mutant.name}") for mutant in CONTROLS.values()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", controls())
 def test_the_killer_passes_without_the_mutant(mutant: Mutant, world: World, impl: Any) -> None:
     healthy = CountedWorld(world)
