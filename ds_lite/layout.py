@@ -93,12 +93,17 @@ def _topology_of(config: DSConfig, facts: Facts, world_size: int) -> ProcessTopo
     is_wide = degree == max(1, topology.get_dim("model")) or not config.tensor_parallel.is_given
     if is_wide and sp in (1, max(1, topology.get_dim("seq"))):
         return topology
+    if facts.is_given and not is_wide:
+        raise ValueError(
+            f"tensor_parallel asks for {degree} ranks and the PipelineModule's topology has "
+            f"model={max(1, topology.get_dim('model'))}; make them equal, or give the module num_stages "
+            "alone (§9.3)"
+        )
     if facts.is_given:
         raise ValueError(
-            f"tensor_parallel asks for {degree} ranks and sequence_parallel_size for {sp}, and the "
-            f"PipelineModule's topology has model={max(1, topology.get_dim('model'))} and "
+            f"sequence_parallel_size={sp} and the PipelineModule's topology has "
             f"seq={max(1, topology.get_dim('seq'))}; make them equal, or give the module num_stages "
-            "alone (§9.3)"
+            "alone (§9.14)"
         )
     return axes_of(facts.num_stages, sp, degree, world_size)
 

@@ -286,16 +286,18 @@ def opens_inside(rank: int, how: str) -> None:
             model.blocks = nn.ModuleList([Opens(how), Opens(how)])
             return model.double().train()
 
-    token = VARIABLE.set("set")
+    token, told = VARIABLE.set("set"), io.StringIO()
     model = make()
     for block in model.blocks:
         block.up, block.down = LinearLayer(block.up), LinearAllreduce(block.down)
     truth, engine = make(), start(model)
     x = pattern(3, 4, 8).requires_grad_()
-    for model in (truth, engine):
-        y = model(x)
-        assert torch.is_grad_enabled()
-        y.square().sum().backward()
+    with redirect_stdout(told):
+        for model in (truth, engine):
+            y = model(x)
+            assert torch.is_grad_enabled()
+            y.square().sum().backward()
+    assert "plain order" not in told.getvalue(), told.getvalue()
     for name, one in truth.named_parameters():
         other = engine.module.get_parameter(name)
         found = other.grad if (cut := cut_of(other)) is None else cut.gather(other.grad)

@@ -68,7 +68,7 @@ def norms_of_heads_not_summed() -> Patch:
 def each_layer_enters_its_input_itself() -> Patch:
     """q, k and v each sum the gradient of their common input."""
 
-    def enter(x: Any, group: Any) -> Any:
+    def enter(x: Any, group: Any, **_: Any) -> Any:
         return x if regions.is_alone(group) else regions._Enter.apply(x, group)
 
     return mock.patch("ds_lite.tensor_parallel.layers.enter", enter)
