@@ -15,7 +15,7 @@ from tolerance import LAW, assert_close, differs
 
 pytest.importorskip("transformers", reason="not proved here: pipelines of transformers' models")
 
-from causal_models import MODELS, KeepWide, batches, one_process, weights_of
+from causal_models import MODELS, KeepWide, batches, loss_of, one_process, weights_of
 from safetensors.torch import save_file
 
 import ds_lite
@@ -267,3 +267,25 @@ def test_a_checkpoint_goes_on_in_another_layout(
         found = world(one_step, world_size, name, str(tmp_path), layout, step)
         assert found == pytest.approx([losses[step]] * world_size, abs=1e-9), f"step {step} in {layout}"
     assert len(set(losses)) == len(losses), "control: every step has another loss"
+
+
+def evaluates(rank: int, name: str) -> None:
+    with KeepWide():
+        truth, model = (MODELS[name].make(4, 2 if MODELS[name].kv else 4) for _ in range(2))
+        pipeline = PipelineModule.from_model(model, num_stages=2)
+        engine = ds_lite.initialize(model=pipeline, config=config_of(2, 2))[0]
+        given = batches(2, 2, 7)
+        with torch.no_grad():
+            losses = [loss_of(truth, batch) for batch in given]
+            ids, mask = given[-1]["input_ids"], given[-1]["attention_mask"]
+            wanted = truth(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        loss, logits = engine.eval_batch(iter(given), return_logits=True)
+        assert_close(loss, torch.stack(losses).mean(), LAW, "the loss")
+        assert (logits is None) == (rank == 0)
+        if logits is not None:
+            assert_close(logits, wanted, LAW, "the logits of the last micro-batch")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_evaluation_gives_the_model_s_loss_and_logits(world: Any, name: str) -> None:
+    world(evaluates, 2, name)

@@ -325,6 +325,11 @@ class PipelineModule(nn.Module):
         """Every parameter that is summed over stages, with its group."""
         return [(p, tie.group) for tie in self._ties for p in self.tied_modules[tie.key].parameters()]
 
+    def shown(self, outputs: Any) -> Any:
+        """What a caller sees of the last layer's outputs: logits, without what a router's loss needs."""
+        has_sums = self.hull is not None and self.hull.router is not None
+        return outputs[0] if has_sums else outputs
+
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Losses to report beside the main one; a subclass may return some."""
         return None

@@ -133,7 +133,7 @@ class Stage:
         return _unwrapped(x, message.is_tuple)
 
     def _take_loss(self, buffer: Buffer, outputs: Any) -> None:
-        self.last_outputs = outputs if not torch.is_grad_enabled() else None
+        self.last_outputs = self.module.shown(outputs) if not torch.is_grad_enabled() else None
         labels, buffer.labels = buffer.labels, None
         if not self.compute_loss:
             return

@@ -14,7 +14,7 @@ from math import floor, log10
 from ds_lite.pipe.instructions import BackwardPass, ForwardPass, PipeInstruction
 from ds_lite.pipe.schedule import PipeSchedule
 
-KINDS = ("forward", "backward", "communication", "closing", "other")
+KINDS = ("forward", "backward", "communication", "closing", "other", "stuck")
 
 _KIND_OF_NAME = {
     "ForwardPass": "forward",
@@ -34,6 +34,7 @@ _FILLS = {
     "communication": ("#1f8f6b", "#4fc3a1", "#ffffff", "#0b1520"),
     "closing": ("#a3397f", "#d98cc0", "#ffffff", "#0b1520"),
     "other": ("#8a929d", "#9aa3ae", "#ffffff", "#0b1520"),
+    "stuck": ("#b3261e", "#ff8a80", "#ffffff", "#0b1520"),
 }
 _LEGEND = {
     "forward": "forward",
@@ -41,6 +42,7 @@ _LEGEND = {
     "communication": "transfer",
     "closing": "reduce and step",
     "other": "other",
+    "stuck": "stands here now",
 }
 _MARGIN, _TOP, _ROW, _BOX, _STRIP = 16, 76, 38, 24, 5  # pixels; a transfer is a strip under the boxes
 
@@ -270,8 +272,9 @@ def _box(frame: _Frame, span: Span, row_name: str, unit: str) -> str:
         f'<rect class="tl-{span.kind}" x="{x + gap / 2:.2f}" y="{top}" width="{width - gap:.2f}" '
         f'height="{height}" rx="{2 if width > 4 and not is_strip else 0}"><title>{escape(tip)}</title></rect>'
     )
-    if number and not is_strip and width >= 7 * len(number) + 4:
+    words = escape(span.label) if span.kind == "stuck" else number  # which instruction is the question there
+    if words and not is_strip and width >= 7 * len(words) + 4:
         box += (
-            f'<text class="tl-number tl-on-{span.kind}" x="{x + width / 2:.2f}" y="{y + 16}">{number}</text>'
+            f'<text class="tl-number tl-on-{span.kind}" x="{x + width / 2:.2f}" y="{y + 16}">{words}</text>'
         )
     return box
