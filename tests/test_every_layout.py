@@ -22,6 +22,7 @@ pytest.importorskip("greenlet", reason="not proved here: layouts with Domino")
 from layouts import Layout, asdict, check, layouts, rows_of
 
 SHARES = 2  # which pytest-xdist can run side by side
+PATIENCE_S = 180.0  # eight ranks that import transformers on two cores take a while
 CORPUS = Path(__file__).parent / "layout_corpus.json"
 
 # Every pair of axes, two ranks of each, and each option somewhere.
@@ -55,13 +56,13 @@ def test_the_quick_set_has_every_pair_of_axes() -> None:
 
 @pytest.mark.parametrize("layout", QUICK, ids=str)
 def test_every_pair_of_axes_equals_one_process(world: Any, layout: Layout) -> None:
-    world(check, layout.world_size, [asdict(layout)])
+    world(check, layout.world_size, [asdict(layout)], deadline=PATIENCE_S)
 
 
 def test_layouts_that_failed_once_equal_one_process(world: Any) -> None:
     corpus = [Layout(**row) for row in json.loads(CORPUS.read_text(encoding="utf-8"))]
     for size, rows in rows_of(corpus):
-        world(check, size, rows)
+        world(check, size, rows, deadline=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_any_layout_equals_one_process(world: Any, request: pytest.FixtureReques
     @given(layouts())
     def any_layout(layout: Layout) -> None:
         assume(layout.refusal() is None)
-        world(check, layout.world_size, [asdict(layout)])
+        world(check, layout.world_size, [asdict(layout)], deadline=PATIENCE_S)
         done.append(str(layout))
 
     any_layout()
