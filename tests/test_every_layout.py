@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, given, seed, settings
 pytest.importorskip("transformers", reason="not proved here: layouts of transformers' models")
 pytest.importorskip("greenlet", reason="not proved here: layouts with Domino")
 
-from layouts import Layout, asdict, check, layouts, rows_of
+from layouts import Layout, compare, layouts
 
 SHARES = 2  # which pytest-xdist can run side by side
 PATIENCE_S = 180.0  # eight ranks that import transformers on two cores take a while
@@ -56,13 +56,12 @@ def test_the_quick_set_has_every_pair_of_axes() -> None:
 
 @pytest.mark.parametrize("layout", QUICK, ids=str)
 def test_every_pair_of_axes_equals_one_process(world: Any, layout: Layout) -> None:
-    world(check, layout.world_size, [asdict(layout)], deadline=PATIENCE_S)
+    compare(world, [layout], PATIENCE_S)
 
 
 def test_layouts_that_failed_once_equal_one_process(world: Any) -> None:
     corpus = [Layout(**row) for row in json.loads(CORPUS.read_text(encoding="utf-8"))]
-    for size, rows in rows_of(corpus):
-        world(check, size, rows, deadline=PATIENCE_S)
+    compare(world, corpus, PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_any_layout_equals_one_process(world: Any, request: pytest.FixtureReques
     @given(layouts())
     def any_layout(layout: Layout) -> None:
         assume(layout.refusal() is None)
-        world(check, layout.world_size, [asdict(layout)], deadline=PATIENCE_S)
+        compare(world, [layout], PATIENCE_S)
         done.append(str(layout))
 
     any_layout()
