@@ -6,8 +6,6 @@ red line on stderr and exit status 2.
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from itertools import islice, product
 from math import prod
@@ -15,8 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
+
+from ds_lite.cli_jobs import hang, lab, lab_number
+from ds_lite.cli_text import complain, one_line_errors, show, show_rows
+from ds_lite.conformance.command import conformance
 
 app = typer.Typer(
     name="ds-lite",
@@ -38,13 +39,6 @@ class Kind(str, Enum):
     gpipe = "gpipe"
 
 
-class Impl(str, Enum):
-    """Whose code a lab runs."""
-
-    student = "student"
-    solution = "solution"
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `ds-lite` script: runs one command and exits with its status."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -53,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # the parser's own complaints know how to print themselves
         if not hasattr(error, "format_message"):
             raise
-        _complain(error.format_message().replace("Value error, ", ""))
+        complain(error.format_message().replace("Value error, ", ""))
         status = 2
     sys.exit(status)
 
@@ -65,17 +59,17 @@ def where(
     """Say where a section of the chapter lives: modules, commands to run, and DeepSpeed's own symbols."""
     from ds_lite.sections import find
 
-    with _one_line_errors():
+    with one_line_errors():
         found = find(section)
     rows = {
         "modules": list(found.modules),
         "chapter": [f"python {found.chapter}"] if found.chapter else [],
         "tests": [f"python -m pytest {' '.join(found.tests)}"] if found.tests else [],
-        "lab": [f"ds-lite lab {_lab_number(found.lab)} --nproc 4"] if found.lab else [],
+        "lab": [f"ds-lite lab {lab_number(found.lab)} --nproc 4"] if found.lab else [],
         "DeepSpeed": [f"deepspeed/{symbol}" for symbol in found.deepspeed],
     }
-    _print(Text(f"§{found.number} {found.title} · {found.chinese_title}", style="bold"))
-    _print_rows({name: values or ["not yet"] for name, values in rows.items()})
+    show(Text(f"§{found.number} {found.title} · {found.chinese_title}", style="bold"))
+    show_rows({name: values or ["not yet"] for name, values in rows.items()})
 
 
 @app.command()
@@ -102,7 +96,7 @@ def schedule(
         Kind.gpipe: schedules.GPipeSchedule,
     }
     chosen = classes[kind]
-    with _one_line_errors():
+    with one_line_errors():
         run = simulate(chosen, stages, micro_batches, forward=forward, backward=backward, transfer=transfer)
         picture = timeline_text(chosen, stages, micro_batches)
         if svg is not None:
@@ -117,10 +111,10 @@ def schedule(
         "peak live micro-batches": " ".join(map(str, run.peak_live_buffers)),
         "deadlock": "none" if run.deadlock is None else str(run.deadlock),
     }
-    _print(Text(picture))
-    _print_rows({name: [value] for name, value in rows.items()})
+    show(Text(picture))
+    show_rows({name: [value] for name, value in rows.items()})
     if svg is not None:
-        _print(Text(f"wrote {svg}"))
+        show(Text(f"wrote {svg}"))
 
 
 @app.command()
@@ -133,7 +127,7 @@ def topology(
     """Show the process groups of a grid of ranks, or the place of one rank in it (§9.11)."""
     from ds_lite.topology import ProcessTopology
 
-    with _one_line_errors():
+    with one_line_errors():
         names, sizes = zip(*(_axis(word) for word in axes))
         grid = ProcessTopology(axes=list(names), dims=list(sizes))
         place = None if rank is None else grid.get_coord(rank)
@@ -148,30 +142,11 @@ def topology(
         else:
             fixed = {other: at for other, at in place._asdict().items() if other != name}
             rows[name] = [f"{getattr(place, name)} of {size}, in group {_listed(grid.filter_match(**fixed))}"]
-    _print(Text(f"{grid.world_size()} ranks" if rank is None else f"rank {rank} of {grid.world_size()}"))
-    _print_rows(rows)
+    show(Text(f"{grid.world_size()} ranks" if rank is None else f"rank {rank} of {grid.world_size()}"))
+    show_rows(rows)
 
 
-@app.command()
-def lab(
-    number: Annotated[int, typer.Argument(help="Number of the lab.")],
-    nproc: Annotated[int, typer.Option(min=1, help="Processes to start.")] = 4,
-    impl: Annotated[
-        Impl, typer.Option(help="Run your student.py or the finished solution.py.")
-    ] = Impl.student,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: a check, not an experiment.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for results [default: runs/labNN].")] = None,
-) -> None:
-    """Run a lab on this machine and pass on its verdict as the exit status (§9.2, §9.10)."""
-    with _one_line_errors():
-        script = _lab_script(number)
-        folder = out or Path("runs") / f"lab{number:02d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        from ds_lite.launch import run_script
-
-        arguments = ["--impl", impl.value, "--out", str(folder), *(["--quick"] if quick else [])]
-        status = run_script(script, arguments, nproc=nproc, trace_dir=folder / "trace")
-    raise typer.Exit(status)
+app.command()(lab)
 
 
 @app.command()
@@ -191,7 +166,7 @@ def autotp(
     ] = False,
 ) -> None:
     """Show how AutoTP would cut a model: module, kind, shapes before and after, and why (§9.13)."""
-    with _one_line_errors():
+    with one_line_errors():
         from ds_lite.tensor_parallel.empty_model import empty_model
         from ds_lite.tensor_parallel.partition_config import config_of
         from ds_lite.tensor_parallel.policy import make_plan
@@ -208,10 +183,10 @@ def autotp(
     widths = [max(map(len, column)) for column in zip(*rows)]
     for place, row in enumerate(rows):
         line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()
-        _print(Text(line, style="" if place else "bold"))
+        show(Text(line, style="" if place else "bold"))
     total, kept = plan.shares(made)
     share = f"{min(kept):,}" if len(set(kept)) == 1 else f"{min(kept):,} to {max(kept):,}"
-    _print(Text(f"{total:,} parameters; each of {tp} ranks holds {share} ({max(kept) / total:.0%})"))
+    show(Text(f"{total:,} parameters; each of {tp} ranks holds {share} ({max(kept) / total:.0%})"))
 
 
 @app.command()
@@ -228,7 +203,7 @@ def explain(
     partition: Annotated[str, typer.Option(help="partition_method of PipelineModule.")] = "parameters",
 ) -> None:
     """Show what initialize would form: groups, reductions, messages, bytes; or why it refuses (§9.6)."""
-    with _one_line_errors():
+    with one_line_errors():
         from ds_lite.explain import explain as explained
         from ds_lite.explain.text import lines
         from ds_lite.tensor_parallel.empty_model import empty_model
@@ -237,31 +212,11 @@ def explain(
         options = {"rank": rank, "tokens": tokens, "has_mask": mask, "partition_method": partition}
         said = explained(config, world, made, num_stages=stages, **options)  # type: ignore[arg-type]
     for line in lines(said):
-        _print(Text(line.text, style=line.style))
+        show(Text(line.text, style=line.style))
 
 
-def _lab_script(number: int) -> Path:
-    """`labs/labNN_*/lab.py`, in the repository that holds the package or else in the current folder."""
-    places = [Path(__file__).resolve().parents[1] / "labs", Path.cwd() / "labs"]
-    for place in places:
-        scripts = sorted(place.glob(f"lab{number:02d}_*/lab.py"))
-        if scripts:
-            return scripts[0]
-    known = sorted(
-        {path.parent.name[3:5] for place in places for path in place.glob("lab[0-9][0-9]_*/lab.py")}
-    )
-    raise ValueError(
-        f"lab {number} is not there; "
-        + (
-            f"choose from {[int(one) for one in known]}"
-            if known
-            else "labs live in the repository, start there"
-        )
-    )
-
-
-def _lab_number(folder: str) -> int:
-    return int(Path(folder).name[3:5])
+app.command()(hang)
+app.command()(conformance)
 
 
 def _listed(ranks: list[int]) -> str:
@@ -273,28 +228,3 @@ def _axis(word: str) -> tuple[str, int]:
     if not equals or not size.isdecimal():
         raise ValueError(f"{word!r} is not an axis; write name=size, such as pipe=4 (§9.11)")
     return name, int(size)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What the user can correct becomes one red line and status 2; faults of ours keep their traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _complain(str(error))
-        raise typer.Exit(2) from None
-
-
-def _complain(message: str) -> None:
-    Console(stderr=True).print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
-
-
-def _print(text: Text) -> None:
-    Console().print(text, soft_wrap=True)  # pictures keep their lines whole, however narrow the terminal
-
-
-def _print_rows(rows: dict[str, list[str]]) -> None:
-    width = max(map(len, rows))
-    for name, values in rows.items():
-        for place, value in enumerate(values):
-            _print(Text.assemble((f"{'' if place else name:{width}}", "bold"), "  ", value))

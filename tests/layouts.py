@@ -27,6 +27,7 @@ from ds_lite.tensor_parallel.policy import make_plan
 LR, STEPS = 0.1, 2
 RECOMPUTED = {"gpt2"}  # families without float32 inside, which `KeepWide` cannot widen in backward
 WITH_EXPERTS = {"mixtral": 4, "qwen2_moe": 6}
+TOO_ROUGH = {*WITH_EXPERTS, "gemma2"}  # in bfloat16: choices of experts flip, capped scores saturate
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def layouts(draw: Any) -> Layout:
         taken = axes["pp"] * axes["dp"] * axes["sp"] * axes["tp"]
         axes[axis] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n * taken <= 8]))
     is_plain = axes["pp"] == 1 and draw(st.booleans())
-    precision = draw(st.sampled_from([False, False, False, family not in WITH_EXPERTS]))
+    precision = draw(st.sampled_from([False, False, False, family not in TOO_ROUGH]))
     return Layout(
         family,
         **{**axes, "pp": 0 if is_plain else axes["pp"]},
@@ -181,6 +182,9 @@ def _check_rounded(layout: Layout, truth: list[tuple[float, float]]) -> None:
 
 def _observed(layout: Layout) -> list[tuple[float, float]]:
     model = MODELS[layout.family].make(layout.heads, layout.kv_heads, dtype=torch.float32)
+    with torch.no_grad():  # at their usual size one process in bfloat16 is 2 % off the norm by itself
+        for weight in model.parameters():
+            weight.mul_(0.3 if weight.dim() > 1 else 1.0)
     engine = _engine(layout, model)
     mine = _mine(layout, engine)[0]
     found = []

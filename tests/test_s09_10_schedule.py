@@ -32,15 +32,12 @@ SCHEDULES = {
     cls.__name__: cls for cls in (TrainSchedule, InferenceSchedule, DataParallelSchedule, GPipeSchedule)
 }
 SIZES = list(product(range(1, 9), range(1, 9)))  # (S, m)
+STEPS_OF = {"TrainSchedule": "train_steps", "InferenceSchedule": "inference_steps"}  # in the contract
 MEETINGS = [("SendActivation", +1, "RecvActivation"), ("SendGrad", -1, "RecvGrad")]
 
 
 def plans(schedule_class, num_stages, num_micro_batches):
     return [list(schedule_class(num_micro_batches, num_stages, stage)) for stage in range(num_stages)]
-
-
-def written(step):
-    return " ".join(i.name + (f"({i.buffer_id})" if "buffer_id" in i.kwargs else "") for i in step)
 
 
 def events(plan, name):
@@ -59,14 +56,28 @@ def unpaired(stages):
 
 
 @pytest.mark.parametrize("name", ["TrainSchedule", "InferenceSchedule", "DataParallelSchedule"])
-def test_streams_and_buffers_equal_the_recorded_ones(name):
+def test_streams_and_buffers_equal_the_recorded_ones(name, impl):
     cases = [case for case in GOLDEN if case["schedule"] == name]
     assert cases
     for case in cases:
-        schedule = SCHEDULES[name](case["micro_batches"], case["stages"], case["stage_id"])
-        where = f"{name} m={case['micro_batches']} S={case['stages']} stage {case['stage_id']}"
-        assert [written(step) for step in schedule.steps()] == case["steps"], where
-        assert schedule.num_pipe_buffers() == case["num_pipe_buffers"], where
+        place = case["micro_batches"], case["stages"], case["stage_id"]
+        one = name == "DataParallelSchedule"
+        steps = impl.data_parallel_steps(place[0]) if one else getattr(impl, STEPS_OF[name])(*place)
+        assert [" ".join(step) for step in steps] == case["steps"], f"{name}{place}"
+        assert impl.num_pipe_buffers(name, *place) == case["num_pipe_buffers"], f"{name}{place}"
+
+
+@pytest.mark.parametrize("steps_of", STEPS_OF.values())
+def test_the_words_of_neighbours_meet_in_the_same_tick(steps_of, impl):
+    for num_stages, num_micro_batches in product(range(1, 5), range(1, 6)):
+        stages = [getattr(impl, steps_of)(num_micro_batches, num_stages, s) for s in range(num_stages)]
+        passes = 2 if steps_of == "train_steps" else 1
+        assert {len(steps) for steps in stages} == {passes * (num_micro_batches + num_stages - 1)}
+        for tick in range(len(stages[0])):
+            words = [[word.split("(")[0] for word in steps[tick]] for steps in stages]
+            for send, distance, receive in MEETINGS:
+                sent = [s + distance for s, said in enumerate(words) if send in said]
+                assert sent == [s for s, said in enumerate(words) if receive in said], f"tick {tick}"
 
 
 @pytest.mark.parametrize("schedule_class", [TrainSchedule, GPipeSchedule, InferenceSchedule])

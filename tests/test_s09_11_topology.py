@@ -42,6 +42,18 @@ def test_answers_equal_the_recorded_ones(case):
         assert topology.filter_match(**wanted) == matches
 
 
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: "x".join(map(str, case["dims"])))
+def test_coordinates_and_groups_equal_the_recorded_ones(case, impl):
+    axes, dims = case["axes"], case["dims"]
+    places = [impl.coordinate(axes, dims, rank) for rank in range(case["world_size"])]
+    assert places == [dict(zip(axes, coords, strict=True)) for coords in case["coords"]]
+    assert {axis: impl.comm_lists(axes, dims, axis) for axis in axes} == case["comm_lists"]
+    assert impl.comm_lists(axes, dims, "nowhere") == []
+    for outside in (-1, case["world_size"]):
+        with pytest.raises(ValueError):
+            impl.coordinate(axes, dims, outside)
+
+
 def test_the_chapters_24_ranks():
     assert CUBE.get_axis_names() == ["pipe", "data", "model"]
     assert CUBE.get_rank(pipe=2, data=1, model=0) == 14

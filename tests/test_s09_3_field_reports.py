@@ -136,7 +136,7 @@ def test_a07_replicas_may_have_different_data(world: Any) -> None:
 # -------------------------------------------------------------------------------- A03: groups and the norm
 
 
-def two_equal_groups(rank: int, impl: Any) -> None:
+def two_equal_groups(rank: int) -> None:
     """Two groups with the same options are one group; the norm covers both, and is taken before clipping."""
     for zero in (0, 1, 2):
         weights, norms = [], []
@@ -159,8 +159,8 @@ def two_equal_groups(rank: int, impl: Any) -> None:
             assert_close(one, two, LAW, f"zero={zero}")
 
 
-def test_a03_two_equal_groups_are_one_group(world: Any, impl: Any) -> None:
-    world(two_equal_groups, 4, impl)
+def test_a03_two_equal_groups_are_one_group(world: Any) -> None:
+    world(two_equal_groups, 4)
 
 
 def clipped_norm(rank: int) -> None:

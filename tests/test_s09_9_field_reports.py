@@ -50,7 +50,8 @@ def _scalar_tie(rank: int, impl: Any, num_stages: int) -> None:
     assert float(loss) == 4.0
     # w used twice: 2 w x. Not their mean, 2, and not the sum taken twice, 8.
     assert float(pipeline.gradients()["tied_modules.w.weight"]) == 4.0
-    assert ledger.total(axis="tied").calls == (1 if num_stages > 1 else 0)
+    if impl.name == "ds_lite":  # whose ledger it is
+        assert ledger.total(axis="tied").calls == (1 if num_stages > 1 else 0)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

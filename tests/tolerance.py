@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import measured
 import torch
 from torch import Tensor
 
@@ -50,8 +51,10 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: Tolerance, msg: st
         return
     distance = _distance(actual, expected)
     finite = _wide(expected)[torch.isfinite(_wide(expected))]
-    allowed = tolerance.value * max(1.0, finite.abs().max().item() if finite.numel() else 0.0)
+    scale = max(1.0, finite.abs().max().item() if finite.numel() else 0.0)
+    allowed = tolerance.value * scale
     worst = int(distance.argmax())
+    measured.note(tolerance.name, tolerance.value, distance.flatten()[worst].item() / scale)
     if distance.flatten()[worst].item() > allowed:
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
         raise AssertionError(

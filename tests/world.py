@@ -23,12 +23,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import measured
 from world_report import Outcome, WorldAssertionError, WorldError, message
 from world_worker import Order, serve
 
@@ -43,8 +44,13 @@ Mutant = Callable[[], AbstractContextManager[Any]]
 class World:
     """A pool of processes, started on demand; `close` ends them. They also end when this process does."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, backend: str = "gloo", at_most: Mapping[str, int] | None = None
+    ) -> None:
+        """`backend` as for `comm.init_distributed`. A test whose world is larger than one of the numbers in
+        `at_most`, such as {"ranks": 2, "GPUs": 1}, is skipped."""
         _prepare_environment()
+        self.backend, self.at_most = backend, dict(at_most or {})
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
         self._workers: list[_Worker] = []
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
@@ -115,6 +121,7 @@ class World:
     ) -> tuple[list[Outcome], str]:
         if nprocs < 1:
             raise ValueError(f"nprocs={nprocs}: a world has at least one process")
+        skip_if_larger(nprocs, self.at_most)
         call = pickle.dumps((body, args, mutant))
         self._calls += 1
         folder = self.folder / f"call{self._calls}"
@@ -123,7 +130,8 @@ class World:
         path = [entry or os.getcwd() for entry in sys.path]
         try:
             for rank, worker in enumerate(workers):
-                worker.send(pickle.dumps(Order(call, rank, nprocs, str(folder), deadline + 60.0, path)))
+                order = Order(call, rank, nprocs, str(folder), deadline + 60.0, path, self.backend)
+                worker.send(pickle.dumps(order))
             outcomes = _collect(workers, deadline)
             table = "" if all(outcome.returned for outcome in outcomes) else _hang_table(folder / "trace")
             _settle(workers, outcomes)
@@ -133,6 +141,10 @@ class World:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        measured.add(measured.Measured(ranks=nprocs))
+        for outcome in outcomes:
+            if outcome.report is not None:
+                measured.add(outcome.report.seen)
         return outcomes, table
 
     def _ready_workers(self, nprocs: int) -> list[_Worker]:
@@ -154,7 +166,14 @@ class World:
 # Importing torch takes seconds. On Linux one server imports it and forks the workers, so that a fresh one
 # costs little; elsewhere forking after such imports is not safe, and every worker imports for itself.
 _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "ds_lite.initialize"])
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ds_lite.initialize"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(module: str) -> None:
+    """Import `module` once for all processes too; before the first of them starts."""
+    _PRELOADED.append(module)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class _Worker:
@@ -199,6 +218,15 @@ class _Worker:
             self.process.kill()
             self.process.join()
         self.connection.close()
+
+
+def skip_if_larger(nprocs: int, at_most: Mapping[str, int]) -> None:
+    """Skip the test, loudly, if a job of so many processes is not wanted or not possible here."""
+    import pytest
+
+    for what, number in at_most.items():
+        if nprocs > number:
+            pytest.skip(f"not proved here: needs {nprocs} {what}")
 
 
 def _prepare_environment() -> None:

@@ -20,10 +20,11 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+import measured
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Order:
     folder: str
     timeout_s: float
     path: list[str]
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Report:
     kinds: tuple[str, ...] = ()  # the exception's class and its bases, by full name
     message: str = ""
     trace: str = ""
+    seen: measured.Measured = field(default_factory=measured.Measured)
 
 
 def serve(connection: Connection, log: str) -> None:
@@ -74,7 +77,11 @@ def serve(connection: Connection, log: str) -> None:
     connection.send_bytes(b"ready")
     while True:
         order = pickle.loads(inbox.get())
-        connection.send_bytes(pickle.dumps(_run(order)))
+        with measured.record() as seen:
+            report = _run(order)
+        if report.result is not None:
+            seen.refused.clear()  # by a control
+        connection.send_bytes(pickle.dumps(replace(report, seen=seen)))
         inbox.get()  # every rank has reported
         connection.send_bytes(pickle.dumps(before.restore()))
 
@@ -113,8 +120,10 @@ def _same_start() -> None:
 def _join(order: Order) -> None:
     from ds_lite import comm
 
+    if order.backend != "gloo":  # as a launcher would say; by these comm finds the GPU of this rank
+        os.environ.update(LOCAL_RANK=str(order.rank), LOCAL_WORLD_SIZE=str(order.world_size))
     comm.init_distributed(
-        dist_backend="gloo",
+        dist_backend=order.backend,
         init_method=f"file://{order.folder}/store",
         rank=order.rank,
         world_size=order.world_size,

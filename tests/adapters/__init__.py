@@ -5,7 +5,8 @@ leave out what its library lacks; a test that needs it then fails with the docst
 strings and plain integers in and out, tensors only in the distributed part.
 
 The distributed part is called on every rank of a started process group (`ds_lite.comm` has done it),
-in the same order.
+in the same order. An adapter that pipelines with fewer ZeRO stages than 0, 1 and 2 says so by
+`ZERO_STAGES = (0, 1)`; tests that go through all stages go through these.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from oracles import Layer, MicroBatch
-from torch import Tensor
+from torch import Tensor, nn
+
+OptimizerOf = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 # ------------------------------------------------------------------- pure part: no process group, no tensors
 
@@ -58,7 +62,7 @@ def partition(method: str, layers: Sequence[float] | Sequence[str], num_parts: i
     """§9.9.3 The num_parts + 1 bounds of the stages.
 
     method "uniform" looks at the number of `layers` only, "parameters" takes them as parameter counts,
-    "type:REGEX" as class names.
+    "type:REGEX" as class names. Raises ValueError where a stage would be empty.
     """
     raise NotImplementedError
 
@@ -91,6 +95,10 @@ class Pipeline(Protocol):
         """
         ...
 
+    def clear_gradients(self) -> None:
+        """Forget what `compute_gradients` left; the step that it left out would have done so."""
+        ...
+
     def gradients(self) -> dict[str, Tensor | None]:
         """After `compute_gradients`: the whole gradient of every trained parameter, on every rank.
 
@@ -103,6 +111,10 @@ class Pipeline(Protocol):
 
         Raises: AssertionError if two ranks hold different values for one name.
         """
+        ...
+
+    def loss_scale(self) -> float:
+        """What the loss of an fp16 model is multiplied by now; 1 in other precisions."""
         ...
 
     def norm(self) -> Tensor:
@@ -118,7 +130,7 @@ def make_pipeline(
     num_micro_batches: int,
     micro_batch_size: int = 1,
     lr: float = 0.1,
-    optimizer: str = "SGD",
+    optimizer: str | OptimizerOf = "SGD",
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
@@ -129,11 +141,13 @@ def make_pipeline(
 
     `layers` are modules, functions of one argument, and `oracles.Tied(key, module, forward)`; initial
     weights are those the modules have, and the caller's modules stay as they are. `optimizer` is a class
-    name of torch.optim, built with `lr` alone. `config` is laid over the configuration that says batch
-    sizes and optimizer (gradient_clipping, zero_optimization, ...), `module` are further arguments of
-    PipelineModule (partition_method, activation_checkpoint_interval, ...). Gradients are not clipped
-    unless `config` says so. With `tensor_parallel` > 1 the layers of `ds_lite.toy_layers` (Block, and the
-    Embedding with its `head`) are cut over that many ranks; what else there is stays whole on each.
+    name of torch.optim, built with `lr` alone, or makes an optimizer of (name, parameter) pairs. `config`
+    is laid over the configuration that says batch sizes and optimizer (gradient_clipping,
+    zero_optimization, ...), `module` are further arguments of PipelineModule (partition_method,
+    activation_checkpoint_interval, ...). Messages may change in shape, dtype and number from one to the
+    next. Gradients are not clipped unless `config` says so. With `tensor_parallel` > 1 the layers of
+    `ds_lite.toy_layers` (Block, and the Embedding with its `head`) are cut over that many ranks; what else
+    there is stays whole on each.
 
     Every `mixture.Mixture` in a layer becomes an MoE layer whose experts are spread over `expert_parallel`
     replicas (§9.4). With `expert_tensor_parallel` its experts, `ds_lite.toy_layers.MLP`, are cut over the

@@ -12,25 +12,27 @@ from mixture import Mixture
 from oracles import Layer, MicroBatch, Tied
 from torch import Tensor, nn
 
+from adapters import OptimizerOf
+
 # The engine's modules are imported inside the functions, so that a fault in one leaves the others testable.
 
 
 def train_steps(num_micro_batches: int, num_stages: int, stage_id: int) -> list[list[str]]:
     from ds_lite.pipe.schedule import TrainSchedule
 
-    return _written(TrainSchedule(num_micro_batches, num_stages, stage_id))
+    return written(TrainSchedule(num_micro_batches, num_stages, stage_id))
 
 
 def inference_steps(num_micro_batches: int, num_stages: int, stage_id: int) -> list[list[str]]:
     from ds_lite.pipe.schedule import InferenceSchedule
 
-    return _written(InferenceSchedule(num_micro_batches, num_stages, stage_id))
+    return written(InferenceSchedule(num_micro_batches, num_stages, stage_id))
 
 
 def data_parallel_steps(num_micro_batches: int) -> list[list[str]]:
     from ds_lite.pipe.schedule import DataParallelSchedule
 
-    return _written(DataParallelSchedule(num_micro_batches, 1, 0))
+    return written(DataParallelSchedule(num_micro_batches, 1, 0))
 
 
 def num_pipe_buffers(kind: str, num_micro_batches: int, num_stages: int, stage_id: int) -> int:
@@ -67,7 +69,7 @@ def make_pipeline(
     num_micro_batches: int,
     micro_batch_size: int = 1,
     lr: float = 0.1,
-    optimizer: str = "SGD",
+    optimizer: str | OptimizerOf = "SGD",
     config: Mapping[str, Any] | None = None,
     module: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
@@ -75,14 +77,14 @@ def make_pipeline(
     expert_tensor_parallel: bool = False,
 ) -> Pipeline:
     import ds_lite
-    from ds_lite.pipe.module import PipelineModule
+    from ds_lite.pipe.module import PipelineModule, TiedLayerSpec
 
     own = copy.deepcopy(list(layers))
     if tensor_parallel > 1:
         own = _parallel(own)
     own = [_with_experts(layer, expert_parallel, expert_tensor_parallel) for layer in own]
     model = PipelineModule(
-        layers=[_given(layer) for layer in own],
+        layers=[given(layer, TiedLayerSpec) for layer in own],
         num_stages=num_stages,
         loss_fn=loss_fn,
         **(module or {}),
@@ -90,11 +92,12 @@ def make_pipeline(
     settings = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
-        "optimizer": {"type": optimizer, "params": {"lr": lr}},
+        **({"optimizer": {"type": optimizer, "params": {"lr": lr}}} if isinstance(optimizer, str) else {}),
         "tensor_parallel": {"tp_size": tensor_parallel},
         **(config or {}),
     }
-    engine, *_ = ds_lite.initialize(model=model, config=settings)
+    client = None if isinstance(optimizer, str) else optimizer(list(model.named_parameters()))
+    engine, *_ = ds_lite.initialize(model=model, optimizer=client, config=settings)
     return Pipeline(engine)
 
 
@@ -127,6 +130,9 @@ class Pipeline:
         from ds_lite.tags import whole
 
         return merge_equal({name: whole(p) for name, p in self.engine.module.named_parameters()})
+
+    def loss_scale(self) -> float:
+        return self.engine.scaler.scale
 
     def norm(self) -> Tensor:
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float64)
@@ -199,7 +205,7 @@ def merge_equal(mine: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _written(schedule: Any) -> list[list[str]]:
+def written(schedule: Any) -> list[list[str]]:
     return [[_word(instruction) for instruction in step] for step in schedule.steps()]
 
 
@@ -208,13 +214,11 @@ def _word(instruction: Any) -> str:
     return instruction.name if buffer_id is None else f"{instruction.name}({buffer_id})"
 
 
-def _given(layer: Layer) -> Any:
+def given(layer: Layer, tied_layer_spec: Any) -> Any:
     """A Tied layer as TiedLayerSpec whose `build` hands out the module that is there already."""
     if not isinstance(layer, Tied):
         return layer
-    from ds_lite.pipe.module import TiedLayerSpec
-
     built = layer.module
     typename = type(type(built).__name__, (nn.Module,), {"__new__": lambda cls: built})
     names = [name for name, _ in built.named_parameters()]
-    return TiedLayerSpec(layer.key, typename, forward_fn=layer.forward, tied_weight_attr=names)
+    return tied_layer_spec(layer.key, typename, forward_fn=layer.forward, tied_weight_attr=names)

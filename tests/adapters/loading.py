@@ -20,6 +20,7 @@ class Implementation:
 
     def __init__(self, name: str, module: ModuleType) -> None:
         self.name, self.module = name, module
+        self.zero_stages: tuple[int, ...] = getattr(module, "ZERO_STAGES", (0, 1, 2))
 
     def __getattr__(self, attribute: str) -> Callable[..., Any]:
         if attribute not in _CONTRACT:
