@@ -222,6 +222,11 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _is_staged(tensor: Tensor) -> bool:
+    """Whether a tensor has to go by way of the host."""
+    return _shared_card is not None and tensor.device.type == _shared_card.type
+
+
 def _sent(
     message: Callable[..., Any], tensors: Sequence[Tensor], writes: Sequence[int], async_op: bool = True
 ) -> Any:
@@ -229,7 +234,7 @@ def _sent(
 
     `writes` says which of the tensors it changes.
     """
-    if _shared_card is not None and tensors[0].device.type == _shared_card.type:
+    if _is_staged(tensors[0]):
         return staged(message, tensors, writes, async_op=async_op)
     return message(*tensors, async_op=async_op)
 
@@ -303,9 +308,9 @@ def reduce_scatter_in_place(tensor: Tensor, group: ProcessGroup | None = None) -
     if n == 1 or not tensor.numel():
         return _Done()
     note("reduce_scatter", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or _is_staged(tensor):
         own = tensor.view(n, -1)[dist.get_rank(group)]
-        return _sent(partial(_reduce_scatter, group=group), [own, tensor], [0])
+        return _sent(partial(_reduce_scatter, group=group), [own, tensor.view(-1)], [0])
     # gloo's own reduce-scatter is this all-reduce too, of a copy.
     return dist.all_reduce(tensor, group=group, async_op=True)
 
@@ -320,8 +325,9 @@ def all_gather_in_place(tensor: Tensor, group: ProcessGroup | None = None) -> An
         return _Done()
     note("all_gather", group, _bytes(tensor), (n - 1) * _bytes(tensor) // n)
     parts = tensor.view(n, -1)
-    if tensor.device.type != "cpu":
-        return _sent(partial(_all_gather, group=group), [tensor, parts[dist.get_rank(group)]], [0])
+    if tensor.device.type != "cpu" or _is_staged(tensor):
+        own = parts[dist.get_rank(group)]
+        return _sent(partial(_all_gather, group=group), [tensor.view(-1), own], [0])
     # gloo's all-gather goes through a buffer of its own.
     return _All(
         [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
