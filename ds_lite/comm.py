@@ -142,6 +142,7 @@ def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int,
         dist.init_process_group(backend, init_method or "env://", timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _wait_until_connected(None)
 
 
 _shared_card: torch.device | None = None  # what a rank of a "staged" job computes on
@@ -164,7 +165,17 @@ def control_device() -> torch.device:
 
 def new_group(ranks: list[int], axis: str, timeout: timedelta | None = None) -> ProcessGroup:
     """A group of global ranks for one mesh axis; every rank of the world calls this, in one order."""
-    return dist.new_group(ranks, timeout=timeout, group_desc=axis)
+    group = dist.new_group(ranks, timeout=timeout, group_desc=axis)
+    if dist.get_rank() in ranks:
+        _wait_until_connected(group)
+    return group
+
+
+def _wait_until_connected(group: ProcessGroup | None) -> None:
+    """Each rank of a gloo group connects to all others, and a rank that left at once would break that for the
+    slower ones: its own error would look like theirs."""
+    if control_device().type == "cpu":
+        dist.all_reduce(torch.zeros(1), group=group)  # not counted in the ledger
 
 
 def new_group_of_one(axis: str = "self") -> ProcessGroup:

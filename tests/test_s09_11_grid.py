@@ -5,8 +5,10 @@ is missing, traffic booked on the wrong axis or not at all, messages to a stage 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -145,6 +147,31 @@ def test_a_grid_that_does_not_fit_is_refused_on_every_rank(
     world: Any, axes: list[str], dims: list[int], match: str
 ) -> None:
     world.raises(ValueError, match, _make, 3, axes, dims)
+
+
+def _slow_to_connect(rank: int) -> None:
+    """The last rank connects 0.3 s after the others, as on a busy machine."""
+    connect = dist.new_group
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if rank == 2:
+            time.sleep(0.3)
+        group = connect(*args, **kwargs)
+        if rank == 2:
+            time.sleep(0.3)
+        return group
+
+    with mock.patch.object(dist, "new_group", late), comm.record() as ledger:
+        start = time.perf_counter()
+        comm.new_group([0, 2], "data")
+        spent = time.perf_counter() - start
+    assert spent > 0.5 or rank == 1, f"rank {rank} had its group after {spent:.2f} s, before rank 2 had it"
+    assert not ledger.rows
+
+
+def test_no_rank_has_a_group_before_all_its_ranks_are_connected(world: Any) -> None:
+    """A rank that leaves at once, with an error of its own, broke the connecting of slower ranks."""
+    world(_slow_to_connect, 3)
 
 
 # ------------------------------------------------------------------------------------------ the ledger
