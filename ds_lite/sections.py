@@ -259,6 +259,7 @@ SECTIONS: tuple[Section, ...] = (
         modules=(
             "ds_lite/domino/transformer.py",
             "ds_lite/domino/async_linear.py",
+            "ds_lite/domino/weights.py",
             "ds_lite/domino/interleave.py",
             "ds_lite/domino/blocks.py",
             "ds_lite/domino/trial.py",

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ds_lite import comm
 from ds_lite.comm import ProcessGroup
 from ds_lite.dealing import Ranges
+from ds_lite.domino.weights import SharedWeights
 from ds_lite.tags import Cut, mark_cut
 from ds_lite.tensor_parallel.pending import Pending, will_be_waited_for
 
@@ -32,7 +33,8 @@ class DominoAsyncColumnParallelLinear(nn.Module):
 
     `output_size` is this rank's. `ranges` says which rows of the whole weight the ranks hold, by default
     equal parts in order. The caller passes the input through `wait_in_backward` with the same pending sums
-    and key, and gives it to this layer alone. `config` has params_dtype and perform_initialization.
+    and key, and gives it to this layer alone. Parts of one batch that come with the same `weights` have one
+    gradient of the weight together. `config` has params_dtype and perform_initialization.
 
     Shapes: x (..., in) -> (..., out/tp), and the bias (out/tp) to add later or None.
     Communication: backward one all-reduce of x's size, waited for by `wait_in_backward`.
@@ -57,10 +59,13 @@ class DominoAsyncColumnParallelLinear(nn.Module):
         self.weight = _drawn((output_size, input_size), cut, config, init_method)
         self.bias = _drawn((output_size,), cut, config, nn.init.zeros_) if bias else None
 
-    def forward(self, x: Tensor, handle_dic: Pending, h_id: Hashable) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, handle_dic: Pending, h_id: Hashable, weights: SharedWeights | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         later = self.bias if self.skip_bias_add else None
         bias = None if self.skip_bias_add else self.bias
-        y: Tensor = _Column.apply(x, self.weight, bias, handle_dic, h_id, self.group)
+        weights = weights or SharedWeights()
+        y: Tensor = _Column.apply(x, weights.node(self.weight), bias, weights, handle_dic, h_id, self.group)
         return y, later
 
 
@@ -68,7 +73,8 @@ class RowParallelLinearNoComm(nn.Module):
     """This rank's input columns; the parts of all ranks are to be summed by the caller.
 
     `input_size` is this rank's. With `_tp_group` the weight is a part of a whole one, drawn whole. Unless
-    `skip_bias_add` is set, only rank 0 of the group adds the bias: the sum has it once.
+    `skip_bias_add` is set, only rank 0 of the group adds the bias: the sum has it once. Parts of one batch
+    that come with the same `weights` have one gradient of the weight together.
 
     Shapes: x (..., in/tp) -> (..., out), and the bias (out) to add after the sum or None.
     Communication: none.
@@ -94,8 +100,8 @@ class RowParallelLinearNoComm(nn.Module):
         self.weight = _drawn((output_size, input_size), cut, config, init_method)
         self.bias = _drawn((output_size,), None, config, nn.init.zeros_) if bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = F.linear(x, self.weight)
+    def forward(self, x: Tensor, weights: SharedWeights | None = None) -> tuple[Tensor, Tensor | None]:
+        y = F.linear(x, self.weight) if weights is None else _Row.apply(x, weights.node(self.weight), weights)
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
         # Every rank has the whole gradient of the sum, so every rank's bias gets it; its value counts once.
@@ -129,12 +135,13 @@ class _Column(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        weights: SharedWeights,
         pending: Pending,
         key: Hashable,
         group: ProcessGroup | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.pending, ctx.key, ctx.group = pending, key, group
+        ctx.weights, ctx.pending, ctx.key, ctx.group = weights, pending, key, group
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -150,7 +157,26 @@ class _Column(torch.autograd.Function):
                 ctx.pending.start(ctx.key, of_x, ctx.group)
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
-            of_weight = rows.mT @ x.reshape(-1, x.shape[-1])
+            of_weight = ctx.weights.gradient(weight, rows, x.reshape(-1, x.shape[-1]))
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None, None
+        return of_x, of_weight, of_bias, None, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weights: SharedWeights) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weights = weights
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_x = gradients[0] @ weight if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+            of_weight = ctx.weights.gradient(weight, rows, x.reshape(-1, x.shape[-1]))
+        return of_x, of_weight, None

@@ -33,10 +33,23 @@ from ds_lite.dealing import Ranges
 from ds_lite.domino.async_linear import DominoAsyncColumnParallelLinear, RowParallelLinearNoComm
 from ds_lite.domino.attention import CoreAttention, Rotate
 from ds_lite.domino.interleave import Steps, interleave
+from ds_lite.domino.weights import SharedWeights
 from ds_lite.tensor_parallel.pending import Pending, finish_sum, start_sum, wait_in_backward
 
 PARTS = 2
 Key = tuple[int, int, str]  # part of the batch, layer, half of the layer
+
+
+class Call(Pending):
+    """One forward call: the sums that are under way, and the weights that its parts share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = SharedWeights()
+
+    def end_forward(self) -> None:
+        self.weights.end_forward()
+        assert not len(self), "forward is over, and a sum is under way"
 
 
 class DominoTransformerLayer(nn.Module):
@@ -106,39 +119,33 @@ class DominoTransformerLayer(nn.Module):
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Any = None,
     ) -> tuple[Tensor, ...]:
-        pending = Pending()
+        call = Call()
         sizes = [part.shape[1] for part in hidden_states]
         steps = [
-            self.steps(part, mask, rotary, pending, key)
+            self.steps(part, mask, rotary, call, key)
             for key, (part, mask, rotary) in enumerate(
                 zip(hidden_states, masks_of(attention_mask, sizes), rotary_of(rotary_pos_emb, sizes))
             )
         ]
         results = interleave(steps)
-        assert not len(pending), "forward is over, and a sum is under way"
+        call.end_forward()
         return tuple(results)
 
-    def steps(
-        self, x: Tensor, mask: Tensor | None, rotary: Any, pending: Pending, part: int
-    ) -> Steps[Tensor]:
+    def steps(self, x: Tensor, mask: Tensor | None, rotary: Any, call: Call, part: int) -> Steps[Tensor]:
         """One part of the batch through the layer; others go on at each yield."""
 
         def attention(normed: Tensor, key: Key) -> Tensor:
-            columns, _ = self.query_key_value(normed, pending, key)
+            columns, _ = self.query_key_value(normed, call, key, call.weights)
             return self.core_attention(columns, mask, rotary)
 
         def mlp(normed: Tensor, key: Key) -> Tensor:
-            inner, _ = self.linear_fc1(normed, pending, key)
+            inner, _ = self.linear_fc1(normed, call, key, call.weights)
             return self.activation(inner)
 
         key = part, self.layer_number
-        x = yield from self._half(
-            x, self.input_layernorm, attention, self.dense, pending, (*key, "attention")
-        )
+        x = yield from self._half(x, self.input_layernorm, attention, self.dense, call, (*key, "attention"))
         return (
-            yield from self._half(
-                x, self.post_attention_layernorm, mlp, self.linear_fc2, pending, (*key, "MLP")
-            )
+            yield from self._half(x, self.post_attention_layernorm, mlp, self.linear_fc2, call, (*key, "MLP"))
         )
 
     def _half(
@@ -147,20 +154,20 @@ class DominoTransformerLayer(nn.Module):
         norm: nn.Module,
         inner: Callable[[Tensor, Key], Tensor],
         row: RowParallelLinearNoComm,
-        pending: Pending,
+        call: Call,
         key: Key,
     ) -> Steps[Tensor]:
         """x + row(inner(norm(x))), the sum of the row layer begun and waited for in between."""
         stream = norm(x)
-        normed = wait_in_backward(stream, pending, key)  # for the column layer alone
+        normed = wait_in_backward(stream, call, key)  # for the column layer alone
 
         def through(normed: Tensor) -> Tensor:
-            return row(inner(normed, key))[0]
+            return row(inner(normed, key), call.weights)[0]
 
         y = checkpoint(through, normed) if self.recomputes else through(normed)
-        y = start_sum(y, pending, (*key, "forward"), self.group)
+        y = start_sum(y, call, (*key, "forward"), self.group)
         yield
-        y = finish_sum(y, pending, (*key, "forward"))
+        y = finish_sum(y, call, (*key, "forward"))
         y = y if row.bias is None else y + row.bias
         return (stream if self.residual_is_normed else x) + self.dropout(y)
 
@@ -225,18 +232,18 @@ class DominoTransformer(nn.Module):
         return torch.cat([self.final_layernorm(part) for part in parts], dim=1)
 
     def _all_layers(self, parts: tuple[Tensor, ...], mask: Tensor | None, rotary: Any) -> tuple[Tensor, ...]:
-        pending = Pending()
+        call = Call()
 
         def steps(x: Tensor, mask: Tensor | None, rotary: Any, part: int) -> Steps[Tensor]:
             for layer in self.layers:
                 assert isinstance(layer, DominoTransformerLayer)
-                x = yield from layer.steps(x, mask, rotary, pending, part)
+                x = yield from layer.steps(x, mask, rotary, call, part)
             return x
 
         sizes = [part.shape[1] for part in parts]
         given = zip(parts, masks_of(mask, sizes), rotary_of(rotary, sizes), strict=True)
         results = interleave([steps(*own, part) for part, own in enumerate(given)])
-        assert not len(pending), "forward is over, and a sum is under way"
+        call.end_forward()
         return tuple(results)
 
 

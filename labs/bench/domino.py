@@ -54,7 +54,8 @@ class Delayed(dist._Work):
         self.done_at = done_at
 
     def wait(self, timeout: Any = None) -> bool:
-        time.sleep(max(0.0, self.done_at - time.perf_counter()))
+        if (left := self.done_at - time.perf_counter()) > 0:  # a sleep of 0 takes 50 microseconds
+            time.sleep(left)
         return True
 
 

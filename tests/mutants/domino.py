@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_lite import comm
-from ds_lite.domino import async_linear, attention, blocks, nests, transformer, trial
+from ds_lite.domino import async_linear, attention, blocks, nests, transformer, trial, weights
 from ds_lite.domino.async_linear import RowParallelLinearNoComm
 from ds_lite.domino.attention import CoreAttention
+from ds_lite.domino.weights import SharedWeights
 from ds_lite.tensor_parallel import overlap, pending, sharded, turns
 from ds_lite.tensor_parallel.pending import Pending
 from mutants import Mutant, Patch, around, killed_by
@@ -132,7 +133,7 @@ def gate_and_up_in_one_piece() -> Patch:
 def a_bias_on_every_rank() -> Patch:
     """The bias is added before the sum on each rank."""
 
-    def forward(self: RowParallelLinearNoComm, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self: RowParallelLinearNoComm, x: Tensor, weights: Any = None) -> tuple[Tensor, None]:
         return F.linear(x, self.weight, self.bias), None
 
     return mock.patch.object(RowParallelLinearNoComm, "forward", forward)
@@ -291,3 +292,42 @@ def the_late_bias_is_forgotten() -> Patch:
 
     late = overlap._Late.backward
     return mock.patch.object(overlap._Late, "backward", staticmethod(backward))
+
+
+WEIGHTS = "tests/test_s09_15_weights.py"
+
+
+@killed_by(MUTANTS, f"{WEIGHTS}::test_a_weight_that_others_use_too", r"differs", section="9.15")
+@contextmanager
+def sums_where_others_add_too() -> Iterator[None]:
+    """Parts add to what autograd may have replaced: the weight's other uses come in between."""
+
+    with (
+        mock.patch.object(SharedWeights, "node", lambda self, weight: weight),
+        mock.patch.object(weights, "_key_of", lambda node: tuple(node.shape)),
+    ):
+        yield
+
+
+@killed_by(
+    MUTANTS,
+    f"{WEIGHTS}::test_a_backward_that_failed_leaves_nothing_to_the_next",
+    r"NoneType|None|differs",
+    section="9.15",
+)
+def sums_of_the_backward_before() -> Patch:
+    """The last backward's sum is added to, though autograd has taken it away."""
+    return mock.patch.object(async_linear.torch._C, "_current_graph_task_id", lambda: 7)
+
+
+@killed_by(MUTANTS, f"{WEIGHTS}::test_parts_give_the_sum[2-1]", r"dL/d weight.*differs", section="9.15")
+def the_second_part_is_lost() -> Patch:
+    """Only the part that comes first counts."""
+
+    def gradient(right: Any, self: SharedWeights, weight: Tensor, rows: Tensor, x: Tensor) -> Any:
+        found = right(self, weight, rows, x)
+        if found is not None:
+            self._sums = {key: (number, total.clone()) for key, (number, total) in self._sums.items()}
+        return found
+
+    return around(SharedWeights, "gradient", gradient)
