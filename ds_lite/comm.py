@@ -88,12 +88,14 @@ def init_distributed(
     *,
     trace_dir: str | os.PathLike[str] | None = None,
     trace_limit: float | None = None,
+    store: dist.Store | None = None,
 ) -> None:
     """Join the job: torchrun's environment, or `init_method` with `rank` and `world_size`, or alone.
 
     Does nothing when the process group is already up. `trace_dir` is the folder of the hang table;
     a rank that stays longer than `trace_limit` seconds in one instruction writes its row and leaves.
-    `auto_mpi_discovery`, `distributed_port` and `config` are accepted for DeepSpeed's signature.
+    `store` takes the place of `init_method`. `auto_mpi_discovery`, `distributed_port` and `config` are
+    accepted for DeepSpeed's signature.
 
     Raises: ValueError if `dist_init_required=False` and nothing is initialised.
 
@@ -106,7 +108,7 @@ def init_distributed(
                 "dist_init_required=False but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first or leave the argument out (§9.2)"
             )
-        _start(_backend_string(dist_backend), timeout, init_method, rank, world_size)
+        _start(_backend_string(dist_backend), timeout, init_method, rank, world_size, store)
         if verbose and dist.get_rank() == 0:
             print(f"ds_lite: {dist.get_world_size()} process(es), backend {dist.get_backend()}", flush=True)
     if trace_dir is not None:
@@ -124,7 +126,14 @@ def _backend_string(wanted: str | None) -> str:
     return "cpu:gloo,cuda:nccl" if wanted == "nccl" else str(wanted)
 
 
-def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
+def _start(
+    backend: str,
+    timeout: timedelta,
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: dist.Store | None = None,
+) -> None:
     global _shared_card
     _shared_card = None
     if backend == "staged":
@@ -136,7 +145,9 @@ def _start(backend: str, timeout: timedelta, init_method: str | None, rank: int,
         backend = "cpu:gloo"
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if init_method is not None and rank >= 0:
+    if store is not None:
+        dist.init_process_group(backend, store=store, timeout=timeout, world_size=world_size, rank=rank)
+    elif init_method is not None and rank >= 0:
         dist.init_process_group(backend, init_method, timeout, world_size=world_size, rank=rank)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, init_method or "env://", timeout)

@@ -34,6 +34,8 @@ from ds_lite.conformance.page import page
 from ds_lite.conformance.results import Results
 from ds_lite.sections import find
 
+pytestmark = pytest.mark.xdist_group("conformance")  # one run for all
+
 TESTS = Path(__file__).resolve().parent
 HARNESS = ("conftest.py", "measured.py", "oracles.py", "mixture.py", "tolerance.py", "adapters")
 

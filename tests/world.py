@@ -45,14 +45,19 @@ class World:
     """A pool of processes, started on demand; `close` ends them. They also end when this process does."""
 
     def __init__(
-        self, folder: Path | None = None, backend: str = "gloo", at_most: Mapping[str, int] | None = None
+        self,
+        folder: Path | None = None,
+        backend: str = "gloo",
+        at_most: Mapping[str, int] | None = None,
+        *,
+        loopback: bool = True,
     ) -> None:
         """`backend` as for `comm.init_distributed`. A test whose world is larger than one of the numbers in
-        `at_most`, such as {"ranks": 2, "GPUs": 1}, is skipped."""
-        _prepare_environment()
+        `at_most`, such as {"ranks": 2, "GPUs": 1}, is skipped. `loopback`: all ranks are on this machine."""
+        prepare_environment(loopback=loopback)
         self.backend, self.at_most = backend, dict(at_most or {})
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=folder))
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
         self._calls = 0
 
@@ -130,10 +135,10 @@ class World:
         path = [entry or os.getcwd() for entry in sys.path]
         try:
             for rank, worker in enumerate(workers):
-                order = Order(call, rank, nprocs, str(folder), deadline + 60.0, path, self.backend)
-                worker.send(pickle.dumps(order))
+                worker.send(pickle.dumps(self._order(call, rank, nprocs, str(folder), deadline + 60.0, path)))
             outcomes = _collect(workers, deadline)
-            table = "" if all(outcome.returned for outcome in outcomes) else _hang_table(folder / "trace")
+            good = all(outcome.returned for outcome in outcomes)
+            table = "" if good else self._hang_table(folder, workers)
             _settle(workers, outcomes)
         except BaseException:  # Ctrl-C, or a fault of the harness: do not keep processes in unknown state
             for worker in workers:
@@ -147,13 +152,30 @@ class World:
                 measured.add(outcome.report.seen)
         return outcomes, table
 
-    def _ready_workers(self, nprocs: int) -> list[_Worker]:
+    def _order(self, *args: Any) -> Order:
+        return Order(*args, backend=self.backend)
+
+    def _rows(self, folder: Path, workers: list[Worker]) -> list[Any]:
+        from ds_lite import trace
+
+        return trace.read_rows(folder / "trace")
+
+    def _hang_table(self, folder: Path, workers: list[Worker]) -> str:
+        """Read before any process is ended: a rank that is gone now went by itself."""
+        try:
+            from ds_lite import trace
+
+            return trace.table(self._rows(folder, workers))
+        except Exception as error:  # the tracebacks below matter more
+            return f"(no hang table: {type(error).__name__}: {error})"
+
+    def _ready_workers(self, nprocs: int) -> list[Worker]:
         alive = [worker for worker in self._workers if worker.exit_code is None]
         for worker in self._workers:
             if worker not in alive:
                 worker.end()
         self._workers = alive
-        fresh = [_Worker(self.folder) for _ in range(nprocs - len(alive))]
+        fresh = [Worker(self.folder) for _ in range(nprocs - len(alive))]
         self._workers += fresh
         for worker in fresh:  # all were started before the first is waited for
             if not worker.connection.poll(START_S) or worker.receive() != b"ready":
@@ -176,8 +198,10 @@ def preload(module: str) -> None:
     _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
-class _Worker:
+class Worker:
     """One child process, the connection to it, and the file its output goes to."""
+
+    is_local, lost, place = True, "", ""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -198,6 +222,9 @@ class _Worker:
         with contextlib.suppress(OSError):  # it died; its exit code will be seen
             self.connection.send_bytes(message)
 
+    def poll(self, timeout: float) -> bool:
+        return self.connection.poll(timeout)
+
     def receive(self) -> bytes | None:
         """The next message, or None when the process is gone."""
         try:
@@ -211,6 +238,13 @@ class _Worker:
             data = file.read()
         self._read += len(data)
         return data.decode(errors="replace")
+
+    def say_where(self) -> None:
+        """Its stack goes to its output."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def end(self, patience_s: float = 0.0) -> None:
         self.process.join(patience_s)
@@ -229,15 +263,15 @@ def skip_if_larger(nprocs: int, at_most: Mapping[str, int]) -> None:
             pytest.skip(f"not proved here: needs {nprocs} {what}")
 
 
-def _prepare_environment() -> None:
+def prepare_environment(*, loopback: bool = True) -> None:
     """One thread a process; the loopback device, since the name of a laptop may not resolve."""
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     for _, device in socket.if_nameindex():
-        if device in ("lo", "lo0"):
+        if device in ("lo", "lo0") and loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 
-def _collect(workers: list[_Worker], deadline: float) -> list[Outcome]:
+def _collect(workers: list[Worker], deadline: float) -> list[Outcome]:
     """Wait for every rank; after the first failure only a grace longer."""
     outcomes: dict[int, Outcome] = {}
     end = time.monotonic() + deadline
@@ -249,29 +283,35 @@ def _collect(workers: list[_Worker], deadline: float) -> list[Outcome]:
             data = workers[rank].receive()
             if data is not None:
                 report = pickle.loads(data)
-                outcomes[rank] = Outcome(rank, report, when=report.when)
+                when = report.when if workers[rank].is_local else time.monotonic()  # another clock
+                outcomes[rank] = Outcome(rank, report, when=when)
             else:
                 workers[rank].end(patience_s=5.0)
-                outcomes[rank] = Outcome(rank, death=workers[rank].exit_code)
+                outcomes[rank] = _ended(rank, workers[rank])
         for rank in set(missing.values()) - set(outcomes):  # a grandchild may hold a dead rank's connection
-            if workers[rank].exit_code is not None and not workers[rank].connection.poll():
-                outcomes[rank] = Outcome(rank, death=workers[rank].exit_code)
+            if workers[rank].exit_code is not None and not workers[rank].poll(0.0):
+                outcomes[rank] = _ended(rank, workers[rank])
         if not all(outcome.returned for outcome in outcomes.values()) and end > time.monotonic() + GRACE_S:
             end = time.monotonic() + GRACE_S
             stuck = f"still ran {GRACE_S:g} s after the first failure and was ended"
     for rank in range(len(workers)):
         outcomes.setdefault(rank, Outcome(rank, stuck=stuck))
+        outcomes[rank].place = workers[rank].place
     return [outcomes[rank] for rank in range(len(workers))]
 
 
-def _settle(workers: list[_Worker], outcomes: list[Outcome]) -> None:
+def _ended(rank: int, worker: Worker) -> Outcome:
+    return Outcome(rank, stuck=worker.lost) if worker.lost else Outcome(rank, death=worker.exit_code)
+
+
+def _settle(workers: list[Worker], outcomes: list[Outcome]) -> None:
     """Bring the processes back to where they began, or end them where that is not possible."""
     if all(outcome.report is not None for outcome in outcomes):
         for worker in workers:
             worker.send(b"clear")
         end = time.monotonic() + CLEAR_S
         for worker, outcome in zip(workers, outcomes, strict=True):
-            answered = worker.connection.poll(max(0.0, end - time.monotonic()))
+            answered = worker.poll(max(0.0, end - time.monotonic()))
             data = worker.receive() if answered else None
             outcome.left_behind = pickle.loads(data) if data else ["a process group that does not close"]
             if outcome.left_behind:
@@ -279,10 +319,10 @@ def _settle(workers: list[_Worker], outcomes: list[Outcome]) -> None:
     else:
         stuck = [worker for worker, outcome in zip(workers, outcomes, strict=True) if outcome.stuck]
         for worker in stuck:
-            os.kill(worker.process.pid, signal.SIGUSR1)  # write down where you are
+            worker.say_where()
         time.sleep(0.3 if stuck else 0.0)
         for worker in workers:
-            worker.process.kill()
+            worker.kill()
         for worker in workers:
             worker.end()
     good = all(outcome.returned for outcome in outcomes)
@@ -290,16 +330,6 @@ def _settle(workers: list[_Worker], outcomes: list[Outcome]) -> None:
         outcome.output = worker.new_output()
         if good and outcome.output:  # pytest shows it when the test fails later
             print("".join(f"[rank {outcome.rank}] {line}\n" for line in outcome.output.splitlines()), end="")
-
-
-def _hang_table(folder: Path) -> str:
-    """Read before any process is ended: a rank that is gone now went by itself."""
-    try:
-        from ds_lite import trace
-
-        return trace.table(trace.read_rows(folder))
-    except Exception as error:  # the tracebacks below matter more
-        return f"(no hang table: {type(error).__name__}: {error})"
 
 
 def _name(body: Body) -> str:

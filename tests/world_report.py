@@ -33,6 +33,7 @@ class Outcome:
     when: float = field(default_factory=time.monotonic)
     output: str = ""
     left_behind: list[str] = field(default_factory=list)
+    place: str = ""  # in a job, if the rank is one of its processes
 
     @property
     def returned(self) -> bool:
@@ -46,14 +47,15 @@ class Outcome:
         return self.report is not None and not set(kinds).isdisjoint(self.report.kinds)
 
     def headline(self) -> str:
+        who = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
         if self.stuck:
-            return f"rank {self.rank} {self.stuck}"
+            return f"{who} {self.stuck}"
         if self.death is not None:
-            return f"rank {self.rank} {_cause(self.death)}"
+            return f"{who} {_cause(self.death)}"
         assert self.report is not None
         if self.returned:
-            return f"rank {self.rank} returned"
-        return f"rank {self.rank} raised {self.report.kinds[0].removeprefix('builtins.')}"
+            return f"{who} returned"
+        return f"{who} raised {self.report.kinds[0].removeprefix('builtins.')}"
 
 
 def message(text: str, outcomes: list[Outcome], table: str) -> str:

@@ -33,8 +33,18 @@ SETTLE_S = 1.0  # a thread that is about to end may take this long
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a call meet if not in a file: a TCP store, and a prefix of its keys."""
+
+    address: str
+    port: int
+    prefix: str
+
+
+@dataclass(frozen=True)
 class Order:
-    """What the parent asks of one rank. `call` is pickled (body, args, mutant)."""
+    """What the parent asks of one rank. `call` is pickled (body, args, mutant); `local` is this rank's number
+    on its node, and how many there are."""
 
     call: bytes
     rank: int
@@ -43,6 +53,8 @@ class Order:
     timeout_s: float
     path: list[str]
     backend: str = "gloo"
+    meeting: Meeting | None = None
+    local: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +132,21 @@ def _same_start() -> None:
 def _join(order: Order) -> None:
     from ds_lite import comm
 
+    backend = order.backend
     if order.backend != "gloo":  # as a launcher would say; by these comm finds the GPU of this rank
-        os.environ.update(LOCAL_RANK=str(order.rank), LOCAL_WORLD_SIZE=str(order.world_size))
+        local_rank, local_world_size = order.local or (order.rank, order.world_size)
+        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
+        if order.backend == "auto":
+            cards = torch.cuda.device_count()
+            backend = "nccl" if cards >= local_world_size else "staged" if cards else "gloo"
+    store, file = None, f"file://{order.folder}/store"
+    if order.meeting is not None:
+        shared = dist.TCPStore(order.meeting.address, order.meeting.port, wait_for_workers=False)
+        store, file = dist.PrefixStore(order.meeting.prefix, shared), None
     comm.init_distributed(
-        dist_backend=order.backend,
-        init_method=f"file://{order.folder}/store",
+        dist_backend=backend,
+        init_method=file,
+        store=store,
         rank=order.rank,
         world_size=order.world_size,
         timeout=timedelta(seconds=order.timeout_s),

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ds_lite.conformance import in_a_job
 from ds_lite.sections import SECTIONS, Section, find
 
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "gloo", "nccl", "staged")
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,15 @@ def _numbers(sections: Iterator[Section] | tuple[Section, ...]) -> str:
 
 
 def _nproc(nproc: int | None, backend: str) -> int | None:
-    """No more ranks than asked for; NCCL wants a GPU for each."""
-    if backend != "nccl":
+    """No more ranks than asked for; NCCL wants a GPU for each, staging wants one."""
+    if backend not in ("nccl", "staged"):
         return nproc
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus < max(1, nproc or 1):
+    if backend == "staged" and not gpus:
+        raise ValueError("--backend staged needs a GPU, and there is none; choose --backend gloo (§9.11)")
+    if backend == "nccl" and gpus < max(1, 1 if in_a_job.ranks() > 1 else nproc or 1):
         raise ValueError(
             f"--backend nccl needs a GPU for each rank: {nproc or 1} wanted, {gpus} found; "
             f"choose --backend gloo{f' or --nproc {gpus}' if gpus else ''} (§9.11)"
@@ -118,8 +121,13 @@ def _nproc(nproc: int | None, backend: str) -> int | None:
 
 
 def _jobs(word: str, backend: str) -> int | None:
-    """Tests on NCCL run one after another, because ranks of two worlds would share a GPU."""
+    """Tests on GPUs run one after another, because ranks of two worlds would share one; so do those of a job,
+    whose processes are the ranks."""
     has_xdist = importlib.util.find_spec("xdist") is not None
+    if in_a_job.ranks() > 1:
+        if word not in ("auto", "0", "1"):
+            raise ValueError(f"--jobs {word} in a job of torchrun: its processes are the ranks; leave it out")
+        return 0
     if word == "auto":
         return None if has_xdist and not _on_gpus(backend) else 0
     if not word.isdecimal():

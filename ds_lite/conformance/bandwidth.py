@@ -9,9 +9,11 @@ Source: §9.11; the factors are those of NVIDIA/nccl-tests `doc/PERFORMANCE.md` 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +24,7 @@ SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 24, 1 << 28)
 REPEATS = 5
 BYTES_A_REPEAT = 1 << 22  # small messages are repeated until so many bytes have moved
 MOST_CALLS = 10
+FILE = "bandwidth.json"
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -78,9 +81,16 @@ def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> floa
 
 
 def measure(
-    nproc: int, *, on_cpu: bool, sizes: tuple[int, ...] | None = None, repeats: int = REPEATS
+    nproc: int,
+    *,
+    on_cpu: bool,
+    sizes: tuple[int, ...] | None = None,
+    repeats: int = REPEATS,
+    run: Callable[..., list[list[Sample]]] = launch.run,
 ) -> list[Rate]:
     """Along each axis of `grid_of(nproc)` and over all its ranks; nothing for fewer than two ranks.
+
+    `run(function, nproc, *args)` calls a function on that many ranks.
 
     Raises: launch.JobFailed if a rank fails or is stuck.
     """
@@ -88,8 +98,26 @@ def measure(
     if not grid:
         return []
     world = 2 ** len(grid)
-    by_rank: list[list[Sample]] = launch.run(_on_each_rank, world, grid, on_cpu, sizes, repeats)
+    by_rank = run(_on_each_rank, world, grid, on_cpu, sizes, repeats)
     return [_slowest(samples) for samples in zip(*by_rank, strict=True)]
+
+
+def body(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """A call as the worlds of the tests make it, with the rank in front."""
+    return function(*args)
+
+
+def write(folder: Path, rates: list[Rate]) -> None:
+    """For `read`, in another process."""
+    (folder / FILE).write_text(json.dumps([asdict(rate) for rate in rates]), encoding="utf-8")
+
+
+def read(folder: Path) -> list[Rate]:
+    """What `write` left in the folder.
+
+    Raises: OSError if it left nothing.
+    """
+    return [Rate(**fields) for fields in json.loads((folder / FILE).read_text(encoding="utf-8"))]
 
 
 def _slowest(samples: tuple[Sample, ...]) -> Rate:

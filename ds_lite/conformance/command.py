@@ -13,14 +13,14 @@ from rich.text import Text
 
 from ds_lite.cli_text import one_line_errors
 from ds_lite.conformance import asked as asking
-from ds_lite.conformance import running, table
+from ds_lite.conformance import in_a_job, running, table
 from ds_lite.conformance.results import Results
 
 
 def conformance(
     nproc: Annotated[int | None, typer.Option(min=1, help="No test uses more ranks.")] = None,
     backend: Annotated[
-        str, typer.Option(help="auto: NCCL where each rank has a GPU, else gloo. Or gloo, or nccl.")
+        str, typer.Option(help="auto: NCCL where each rank has a GPU, else staged or gloo; or one of them.")
     ] = "auto",
     impl: Annotated[str, typer.Option(help="Whose code: a name in tests/adapters, FILE.py, a module.")] = (
         "ds_lite"
@@ -38,6 +38,8 @@ def conformance(
         )
         if report is not None:
             report.mkdir(parents=True, exist_ok=True)
+    if in_a_job.serves():
+        raise typer.Exit(in_a_job.serve(wanted.root))
     raise typer.Exit(run(wanted, report, host_name=host_name))
 
 
@@ -81,7 +83,7 @@ def _write_report(
     asked: asking.Asked, results: Results, folder: Path, console: Console, host_name: bool
 ) -> Path:
     from ds_lite.conformance import machine, report
-    from ds_lite.conformance.bandwidth import Rate, measure
+    from ds_lite.conformance.bandwidth import Rate, measure, read
     from ds_lite.launch import JobFailed
 
     rates: list[Rate] = []
@@ -90,8 +92,9 @@ def _write_report(
     if not results.interrupted and ranks > 1:
         try:
             with console.status("measuring bus bandwidth"):
-                rates = measure(ranks, on_cpu=asked.backend == "gloo")
-        except (JobFailed, KeyboardInterrupt) as error:
+                on_cpu = asked.backend == "gloo"
+                rates = read(folder) if in_a_job.ranks() > 1 else measure(ranks, on_cpu=on_cpu)
+        except (JobFailed, OSError, KeyboardInterrupt) as error:
             why_not = str(error).partition("\n")[0] or "it was stopped"
             console.print(Text(f"bus bandwidth was not measured: {why_not}", style="yellow"))
     return report.write(
@@ -105,9 +108,11 @@ def _write_report(
 
 
 def _ranks(asked: asking.Asked) -> int:
-    """For the bandwidth: as many as were asked for; else one for each GPU, or four on CPUs."""
+    """For the bandwidth: as many as were asked for; else the job's, one for each GPU, or four on CPUs."""
     import torch
 
+    if in_a_job.ranks() > 1:
+        return in_a_job.ranks()
     gpus = torch.cuda.device_count() if asked.backend != "gloo" and torch.cuda.is_available() else 0
     return asked.nproc or gpus or 4
 

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import ds_lite
+from ds_lite.conformance import in_a_job
 
 
 def facts(backend: str, *, host_name: bool = False) -> dict[str, str]:
@@ -23,6 +24,8 @@ def facts(backend: str, *, host_name: bool = False) -> dict[str, str]:
     said["CPU"] = _cpu()
     said["cores"] = _cores()
     said["memory"] = _memory()
+    if (ranks := in_a_job.ranks()) > 1:
+        said["job"] = f"{ranks} processes on {in_a_job.nodes()} nodes; this is the node of rank 0"
     return {**said, **_gpus(), "backend": _backend(backend), **_versions()}
 
 
@@ -67,13 +70,15 @@ def _gpus() -> dict[str, str]:
 
 
 def _backend(asked: str) -> str:
-    """By the rule of `comm.init_distributed`: NCCL where each rank has a GPU of its own."""
+    """By the rule of the worlds: NCCL where each rank has a GPU of its own, staged where they share."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "auto" and gpus:
-        return f"NCCL up to {gpus} rank{'s' if gpus > 1 else ''}, gloo beyond"
-    return "NCCL" if asked == "nccl" else "gloo"
+        return f"NCCL up to {gpus} rank{'s' if gpus > 1 else ''} a node, staged through gloo beyond"
+    return {"nccl": "NCCL", "staged": "staged: GPU tensors by way of the host, through gloo"}.get(
+        asked, "gloo"
+    )
 
 
 def _driver() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from ds_lite.conformance import in_a_job
 from ds_lite.conformance.asked import Asked
 
 POLL_S = 0.1
@@ -33,6 +34,8 @@ def words(asked: Asked, folder: Path, lifeline: int) -> list[str]:
         *("--junitxml", str(folder / "junit.xml"), "--color", "no", "-ra"),
         *_meaning(asked),
     ]
+    if in_a_job.ranks() > 1:
+        options += ["--bandwidth-to", str(folder)]
     if asked.jobs != 0:
         options += ["-n", "auto" if asked.jobs is None else str(asked.jobs), "--dist", "loadgroup"]
     return [sys.executable, "-m", "pytest", *options, *asked.files()]
