@@ -56,7 +56,7 @@ SECTIONS: tuple[Section, ...] = (
             "ds_lite/pipe/simulate.py",
         ),
         chapter="chapters/ch02_pipeline_engine.py",
-        tests=("tests/test_s09_2_*.py",),
+        tests=("tests/test_s09_2_*.py", "tests/test_seed_code.py"),
         lab="labs/lab02_pipeline",
         deepspeed=(
             "__init__.py::initialize",
