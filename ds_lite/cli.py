@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ds_lite.cli_jobs import hang, lab, lab_number
+from ds_lite.cli_jobs import grade, hang, lab, lab_number
 from ds_lite.cli_text import complain, one_line_errors, show, show_rows
 from ds_lite.conformance.command import conformance
 
@@ -215,6 +215,7 @@ def explain(
         show(Text(line.text, style=line.style))
 
 
+app.command()(grade)
 app.command()(hang)
 app.command()(conformance)
 

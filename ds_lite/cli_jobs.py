@@ -1,31 +1,28 @@
-"""The `ds-lite` commands about jobs of several processes: start a lab, read one that hangs (§9.2 §9.10)."""
+"""The `ds-lite` commands about jobs of several processes: start a lab, grade a class, read a job that hangs
+(§9.2 §9.10)."""
 
 import time
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ds_lite.cli_text import one_line_errors, show
 
 
-class Impl(str, Enum):
-    """Whose code a lab runs."""
-
-    student = "student"
-    solution = "solution"
-
-
 def lab(
     number: Annotated[int, typer.Argument(help="Number of the lab.")],
     nproc: Annotated[int, typer.Option(min=1, help="Processes to start.")] = 4,
-    impl: Annotated[
-        Impl, typer.Option(help="Run your student.py or the finished solution.py.")
-    ] = Impl.student,
+    impl: Annotated[str, typer.Option(help="Whose code: student, solution, or a FILE.py.")] = "student",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: a check, not an experiment.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for results [default: runs/labNN].")] = None,
+    skip_predictions: Annotated[
+        bool, typer.Option("--skip-predictions", help="Start although some are missing.")
+    ] = False,
 ) -> None:
     """Run a lab on this machine and pass on its verdict as the exit status (§9.2, §9.10)."""
     with one_line_errors():
@@ -34,9 +31,41 @@ def lab(
         folder.mkdir(parents=True, exist_ok=True)
         from ds_lite.launch import run_script
 
-        arguments = ["--impl", impl.value, "--out", str(folder), *(["--quick"] if quick else [])]
+        arguments = ["--impl", impl, "--out", str(folder)]
+        arguments += ["--quick"] * quick + ["--skip-predictions"] * skip_predictions
         status = run_script(script, arguments, nproc=nproc, trace_dir=folder / "trace")
     raise typer.Exit(status)
+
+
+def grade(
+    folder: Annotated[Path, typer.Argument(help="Folder with labNN_name/student.py files, one folder each.")],
+    nproc: Annotated[int, typer.Option(min=1, help="Processes for each lab.")] = 4,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for each file.")] = 300.0,
+    json: Annotated[Path, typer.Option(help="Where the grades go.")] = Path("runs/grades.json"),
+    skip_predictions: Annotated[
+        bool, typer.Option("--skip-predictions", help="Do not ask for predictions.")
+    ] = False,
+) -> None:
+    """Run all student files of a class and show how far each has come (§9.16)."""
+    from ds_lite import grading
+
+    with one_line_errors():
+        files = grading.find(folder)
+    grades = []
+    with Console(stderr=True).status("") as status:
+        for place, one in enumerate(files, 1):
+            status.update(f"{place} of {len(files)}: {one.student}, lab {one.lab}")
+            grades.append(grading.grade(one, nproc=nproc, limit_s=limit, skip_predictions=skip_predictions))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("student", "lab", "step", "pass", "hint"):
+        table.add_column(name, overflow="fold" if name == "hint" else "ellipsis")
+    for done in grades:
+        word = Text("pass", style="green") if done.passed else Text("no", style="red")
+        table.add_row(Text(done.student), str(done.lab), done.step or "all", word, Text(done.hint))
+    Console(highlight=False).print(table)
+    grading.write(grades, json)
+    show(Text(f"{sum(one.passed for one in grades)} of {len(grades)} pass   written to {json}"))
+    raise typer.Exit(0 if all(one.passed for one in grades) else 1)
 
 
 def hang(

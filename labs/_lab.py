@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,10 +87,14 @@ class Lab:
         self.say()
         self.say(text, style="bold")
 
-    def leave(self, message: str) -> NoReturn:
-        """End the lab on every process: all of them come here, for the same reason."""
+    def leave(self, message: str, *, step: str = "", hint: str = "") -> NoReturn:
+        """End the lab on every process: all of them come here, for the same reason.
+
+        labNN.json then holds the step that is not done, and the hint.
+        """
         if comm.get_rank() == 0:
             Console(stderr=True, highlight=False).print(Text(message, style="red"), soft_wrap=True)
+            self._write_json({"verdict": "unfinished", "step": step, "hint": hint or message})
         _leave_together(EXIT_NOT_PASSED)
 
     # -------------------------------------------------------------------------------- the learner's part
@@ -98,10 +103,13 @@ class Lab:
         """Predict before you look: refuse to go on while a prediction is None."""
         missing = [name for name, value in self.predictions.items() if value is None]
         if missing and not self.skips_predictions:
+            names, file = ", ".join(missing), Path(self.code.__file__ or "").name
             self.leave(
-                f"Lab {self.number}, step 1: PREDICTIONS in {self.impl}.py still holds None for "
-                f"{', '.join(missing)}.\nWrite down what you expect before {self.unlocks}; a wrong "
-                f"guess costs nothing and is marked in the table. (--skip-predictions starts without.)"
+                f"Lab {self.number}, step 1: PREDICTIONS in {file} still holds None for {names}.\n"
+                f"Write down what you expect before {self.unlocks}; a wrong guess costs nothing and is "
+                f"marked in the table. (--skip-predictions starts without.)",
+                step="1",
+                hint=f"no prediction of {names}",
             )
 
     @contextmanager
@@ -113,9 +121,12 @@ class Lab:
         try:
             yield
         except NotImplementedError as error:
-            self.leave(f"{error}")
+            found = re.search(r"step (\w+)", str(error))
+            step = found.group(1) if found else name.removeprefix("step ")
+            self.leave(f"{error}", step=step, hint="not written yet")
         except Hint as hint:
-            self.leave(f"Lab {self.number}, {name}: not yet.\nHint: {hint}")
+            said = f"Lab {self.number}, {name}: not yet.\nHint: {hint}"
+            self.leave(said, step=name.removeprefix("step "), hint=str(hint))
 
     # ------------------------------------------------------------------------------------- the table
 
@@ -146,24 +157,27 @@ class Lab:
                     f"{off} of your predictions differ (≠) from what was measured. They do not count against "
                     f"you; explain each in one sentence."
                 )
-            path = self._write_json(passed[0])
+            content = {
+                "verdict": "pass" if passed[0] else "fail",
+                "settings": self.settings,
+                "rows": [asdict(row) for row in self.rows],
+            }
+            path = self._write_json(content)
             self.say(f"verdict: {'pass' if passed[0] else 'FAIL'}   written to {path}", style="bold")
         _leave_together(0 if passed[0] else EXIT_NOT_PASSED)
 
-    def _write_json(self, passed: bool) -> Path:
+    def _write_json(self, end: dict[str, Any]) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"lab{self.number:02d}.json"
         content = {
             "lab": self.number,
             "impl": self.impl,
-            "verdict": "pass" if passed else "fail",
             "quick": self.quick,
             "processes": comm.get_world_size(),
             "device": str(comm.device_of_this_rank().type),
             "torch": torch.__version__,
             "cores": os.cpu_count(),
-            "settings": self.settings,
-            "rows": [asdict(row) for row in self.rows],
+            **end,
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         return path
