@@ -34,7 +34,7 @@ def main() -> None:
     which_sums()
     what_starts_when()
     one_word()
-    print("\nNext: labs/bench/domino.py measures what is hidden   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch16_what_to_take_away.py   Measure: labs/bench/domino.py   Lab: python -m ds_lite lab 2")
 
 
 def which_sums() -> None:

@@ -272,7 +272,14 @@ SECTIONS: tuple[Section, ...] = (
         tests=("tests/test_s09_15_*.py",),
         deepspeed=("runtime/domino/transformer.py::DominoTransformerLayer",),
     ),
-    Section("9.16", "What to take away", "这章你需要带走什么"),
+    Section(
+        "9.16",
+        "What to take away",
+        "这章你需要带走什么",
+        modules=("ds_lite/grading.py",),
+        chapter="chapters/ch16_what_to_take_away.py",
+        tests=("tests/test_grading.py",),
+    ),
 )
 
 
