@@ -34,7 +34,7 @@ def main() -> None:
     which_sums()
     what_starts_when()
     one_word()
-    print("\nNext: chapters/ch16_what_to_take_away.py   Measure: labs/bench/domino.py   Lab: python -m ds_lite lab 2")
+    print("\nNext: chapters/ch16_what_to_take_away.py   Bench: labs/bench/domino.py   Lab: ds-lite lab 2")
 
 
 def which_sums() -> None:

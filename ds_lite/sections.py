@@ -119,6 +119,7 @@ SECTIONS: tuple[Section, ...] = (
         "What to use when",
         "实战层次推荐",
         modules=(
+            "ds_lite/choosing.py",
             "ds_lite/layout.py",
             "ds_lite/moe/spread.py",
             "ds_lite/moe/whole.py",
