@@ -12,6 +12,7 @@ import pytest
 import torch
 from equality import check_equality
 from oracles import MicroBatch, Tied, Truth, one_process, split_micro_batches
+from rings import everyday
 from tolerance import FP32, assert_close, differs
 from torch import Tensor, nn
 
@@ -231,7 +232,9 @@ def run_all(world: Any, impl: Any, cases: list[Case]) -> None:
         world(check_all, size, impl, [(case, *truths(case)) for case in some], deadline=240)
 
 
-@pytest.mark.parametrize("cases", by_layout(QUICK))
+@pytest.mark.parametrize(
+    "cases", everyday(by_layout(QUICK), lambda name: name not in ("pp4-dp2", "pp3-dp2", "pp4-dp1"))
+)
 def test_a_pipeline_equals_one_process(world: Any, impl: Any, cases: list[Case]) -> None:
     run_all(world, impl, cases)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from domino_models import DOMINO, SWITCHES, switched
 from families import KeepWide
+from rings import everyday
 from sequence_models import MODELS, one_process
 from shard_checks import pattern
 from tolerance import LAW, assert_close, differs
@@ -91,7 +92,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case if part != ""))
+def name_of(case: tuple[Any, ...]) -> str:
+    return "-".join(str(part) for part in case if part != "")
+
+
+NAMED = [pytest.param(case, id=name_of(case)) for case in CASES]
+DAILY = ("llama-4-2-0", "mistral_packed-8-4-1", "gpt2-4-4-0-again", "bert-6-6-2", "llama-8-2-1-4")
+
+
+@pytest.mark.parametrize("case", everyday(NAMED, DAILY.__contains__))
 def test_blocks_in_parts_equal_one_process(world: Any, case: tuple[Any, ...]) -> None:
     world(equals_one_process, 4, *case)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import one_process
+from rings import everyday
 from small_models import (
     HIDDEN,
     INPUTS,
@@ -52,7 +53,7 @@ def decay_and_idle(rank: int, impl: Any, stages: int, replicas: int) -> None:
         assert gradients["0.idle"] is None and gradients["0.inner.weight"] is not None
 
 
-@pytest.mark.parametrize("stages,replicas", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("stages,replicas", everyday([(1, 4), (2, 2), (4, 1)], lambda case: case == (2, 2)))
 def test_a_parameter_without_gradient_is_left_alone(
     world: Any, impl: Any, stages: int, replicas: int
 ) -> None:

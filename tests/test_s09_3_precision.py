@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import Layer, MicroBatch, Tied, split_micro_batches
+from rings import everyday
 from test_s09_3_three_axes import Case, loss_fn, make, make_batch, make_layers
 from tolerance import BF16, EXACT, assert_close, differs
 from torch import Tensor, nn
@@ -110,8 +111,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-@pytest.mark.parametrize("cases", [pytest.param(cases, id=str(nprocs)) for nprocs, cases in CASES.items()])
+KINDS = [
+    pytest.param(cases, kind, id=f"{nprocs}-{kind}")
+    for nprocs, cases in CASES.items()
+    for kind in ("bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize("cases, kind", everyday(KINDS, lambda name: name in ("1-fp16", "2-bf16", "4-fp16")))
 def test_low_precision_follows_its_twin(world: Any, impl: Any, cases: list[Case], kind: str) -> None:
     world(follow, cases[0].world_size, impl, kind, cases, deadline=120.0)
 

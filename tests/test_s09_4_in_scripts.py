@@ -13,6 +13,7 @@ import pytest
 import torch
 from adapters.ds_lite import Pipeline, merge_equal
 from oracles import one_process
+from rings import everyday
 from shard_checks import pattern
 from tolerance import EXACT, LAW, assert_close, differs
 from torch import Tensor, nn
@@ -93,7 +94,10 @@ LAYOUTS = {
 MORE = {"dp2-tp2": (1, 2, 2, 2, 1)}
 
 
-@pytest.mark.parametrize("name, policy", [("k1", "RSample"), ("k1", "Jitter"), ("k2", None)])
+POLICIES = [("k1", "RSample"), ("k1", "Jitter"), ("k2", None)]
+
+
+@pytest.mark.parametrize("name, policy", everyday(POLICIES, lambda case: case[1] != "Jitter"))
 def test_noise_does_not_depend_on_the_layout(world: Any, name: str, policy: str | None) -> None:
     """One process and others meet the same noise; a seed of its own and no noise give another result."""
     options = NOISY[name]

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rings import everyday
 from tolerance import LAW, assert_close, differs
 
 pytest.importorskip("transformers", reason="not proved here: pipelines of transformers' models")
@@ -94,7 +95,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, world_size, stages, tp, zero, ep", CASES)
+RARE = [CASES[number] for number in (2, 3, 7, 11, 12, 13)]
+
+
+@pytest.mark.parametrize(
+    "name, world_size, stages, tp, zero, ep", everyday(CASES, lambda case: case not in RARE)
+)
 def test_a_pipeline_of_a_model_equals_one_process(
     world: Any, name: str, world_size: int, stages: int, tp: int, zero: int, ep: int
 ) -> None:
@@ -114,7 +120,10 @@ SPREAD = [
 ]
 
 
-@pytest.mark.parametrize("name, world_size, stages, tp, zero, ep, sp", SPREAD)
+@pytest.mark.parametrize(
+    "name, world_size, stages, tp, zero, ep, sp",
+    everyday(SPREAD, lambda case: case[1] == 4 and case[0] not in ("gpt2", "gemma2")),
+)
 def test_a_pipeline_over_sequences_equals_one_process(
     world: Any, name: str, world_size: int, stages: int, tp: int, zero: int, ep: int, sp: int
 ) -> None:

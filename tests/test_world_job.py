@@ -201,6 +201,7 @@ def test_a_process_of_the_job_that_dies_is_named_and_missed(suite: Path, tmp_pat
     assert "needs 2 ranks, and of the job's 2 only 1 can be reached" in said
 
 
+@pytest.mark.full
 def test_without_a_test_for_them_the_others_leave_too(suite: Path, tmp_path: Path) -> None:
     port = free_port()
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(suite)]
