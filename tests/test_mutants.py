@@ -105,6 +105,8 @@ def find(killer: str) -> tuple[Callable[..., None], dict[str, Any]]:
 
 def _id(values: Any) -> str:
     """What pytest calls a set of plain values."""
+    if hasattr(values, "marks"):
+        values = values.values if len(values.values) > 1 else values.values[0]
     return "-".join(map(str, values)) if isinstance(values, tuple) else str(values)
 
 
