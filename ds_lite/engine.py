@@ -102,9 +102,10 @@ class Engine:
         if not self._has_compared_data:
             self._compare_data((inputs, kwargs))
         self._tell_time(self._accumulated)
-        if self.sequence is not None:
-            return self.sequence(*inputs, **kwargs)
-        return self.module(*inputs, **kwargs)
+        with self.trace.span_if_idle("ForwardPass", self._accumulated):
+            if self.sequence is not None:
+                return self.sequence(*inputs, **kwargs)
+            return self.module(*inputs, **kwargs)
 
     def spread_sequences(self, kind: Kind) -> None:
         """From now on `forward` takes whole sequences and gives each rank of the seq axis its tokens."""
@@ -134,13 +135,14 @@ class Engine:
         # m mean losses add up to m times the gradient of the whole batch's mean.
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         is_last = self._syncs and self.is_gradient_accumulation_boundary()
-        self._check_graph(scaled)
-        if is_last:
-            self.gradients.start_early()
-        if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it still takes part
-            with nullcontext() if self.sequence is None else self.sequence.backward():
-                torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
-        self.gradients.collect()
+        with self.trace.span_if_idle("BackwardPass", self._accumulated):
+            self._check_graph(scaled)
+            if is_last:
+                self.gradients.start_early()
+            if scaled.requires_grad:  # a replica without valid labels may give a plain zero; it takes part
+                with nullcontext() if self.sequence is None else self.sequence.backward():
+                    torch.autograd.backward(self.scaler.scaled(scaled), retain_graph=retain_graph)
+            self.gradients.collect()
         self._has_backward, self._has_reduced = True, False
         if is_last:
             self._reduce()
@@ -152,11 +154,12 @@ class Engine:
             check_graph(loss, self.grid.group("data", "seq"))
 
     def _reduce(self) -> None:
-        self.gradients.reduce()
-        self._has_reduced = True
-        has_any = self.gradients.has_any()
-        if self.grid.exchanges_tokens:  # data ranks hold different experts, of which some may be frozen
-            has_any = raise_together(None, self.grid.group("data", "seq"), anyone=has_any)
+        with self.trace.span_if_idle("ReduceGrads"):
+            self.gradients.reduce()
+            self._has_reduced = True
+            has_any = self.gradients.has_any()
+            if self.grid.exchanges_tokens:  # data ranks hold different experts, of which some may be frozen
+                has_any = raise_together(None, self.grid.group("data", "seq"), anyone=has_any)
         if not has_any:
             raise ValueError(
                 "no parameter has a gradient on any replica, so nothing would be trained; do not detach the "
@@ -173,7 +176,8 @@ class Engine:
             if not self._has_reduced:  # the last backward was inside no_sync(), or not this engine's
                 self.gradients.collect()
                 self._reduce()
-            self._take_optimizer_step(lr_kwargs)
+            with self.trace.span_if_idle("OptimizerStep"):
+                self._take_optimizer_step(lr_kwargs)
             self._report(self._last_loss)
             self._accumulated = 0
         else:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ds_lite import comm
 from ds_lite.agreement import raise_together
-from ds_lite.comm import ProcessGroup
 from ds_lite.config import load_config
 from ds_lite.config_keys import DSConfig
 from ds_lite.domino.blocks import run_blocks_in_parts
@@ -21,6 +20,7 @@ from ds_lite.moe.layer import moe_layers
 from ds_lite.moe.spread import spread_experts, stacks_of
 from ds_lite.mpu import MpuGrid, mpu_fault
 from ds_lite.pipe.module import PipelineModule
+from ds_lite.replicas import make_replicas_equal
 from ds_lite.sequence.models import is_transformers
 from ds_lite.tags import tags_of
 from ds_lite.tensor_parallel.auto_tp import auto_tp, plan_of
@@ -169,36 +169,6 @@ def state_of(model: nn.Module) -> list[Tensor]:
         if callable(tag_parameters := getattr(module, "tag_parameters", None)):
             tag_parameters()
     return [*model.parameters(), *model.buffers()]
-
-
-@torch.no_grad()
-def make_replicas_equal(tensors: Sequence[Tensor], grid: PipelineParallelGrid) -> None:
-    """All ranks of a stage start from the values of its first rank.
-
-    What somebody cut already is equal over the data axis only, and so are buffers beside it; experts that a
-    layer has dealt out are equal over their expert-data group.
-
-    Communication: one broadcast per tensor; two for experts that were dealt out.
-    """
-    is_cut = {id(t) for t in tensors if isinstance(t, nn.Parameter) and tags_of(t).model == "sharded"}
-    for tensor in tensors:
-        is_part = id(tensor) in is_cut or (bool(is_cut) and not isinstance(tensor, nn.Parameter))
-        size = tags_of(tensor).ep_size if isinstance(tensor, nn.Parameter) else 0
-        if size > 1:
-            experts = grid.expert(size)
-            _broadcast(tensor, experts.data_ranks[0], experts.data_group)
-            if not is_part:
-                _broadcast(tensor, grid.ranks("model")[0], grid.group("model"))
-            continue
-        axes = ("data", "seq") if is_part else ("data", "seq", "model")
-        _broadcast(tensor, grid.ranks(*axes)[0], grid.group(*axes))
-
-
-def _broadcast(tensor: Tensor, src: int, group: ProcessGroup) -> None:
-    values = tensor.detach().contiguous()
-    comm.broadcast(values, src=src, group=group)
-    if values.data_ptr() != tensor.data_ptr():
-        tensor.copy_(values)
 
 
 def bind_layers(model: nn.Module, grid: PipelineParallelGrid, config: DSConfig) -> None:

@@ -30,6 +30,7 @@ _SPANS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "ReduceTiedGrads": (MEETING, None),
     "ReduceGrads": (MEETING, ("data", "seq", "model")),
     "OptimizerStep": (MEETING, None),
+    "FinishBatch": (MEETING, None),
     "SaveCheckpoint": (MEETING, None),
     "LoadCheckpoint": (MEETING, None),
     "SaveModel": (MEETING, None),
@@ -159,10 +160,10 @@ def _wait_of(job: Job, row: Row) -> Wait | None:
     group = job.mates(row, free)
     if row.peer >= 0:
         kind, group = MESSAGE, (row.rank, row.peer)
-    elif row.instruction == "ShareLoss":  # handed from the last stage to the first, from one to the next
+    elif row.instruction == "ShareLoss":  # the last stage's mean, handed to the first from one to the next
         line = [rank for rank in job.mates(row, ("pipe",)) if rank in job.rows]
         after = [rank for rank in line if job.rows[rank].stage_id == row.stage_id + 1]
-        kind, group = MEETING, (row.rank, *after)
+        kind, group = MEETING, (row.rank, *after) if after else job.mates(row, ("data",))
     others = [rank for rank in group if rank != row.rank]
     late = [rank for rank in others if kind == MESSAGE or not _has_come(job, rank, row)]
     if row.status != "running":  # it failed or was ended: nobody who lives on is to blame

@@ -26,7 +26,6 @@ from ds_lite.forming import (
     form_expert_groups,
     form_grid,
     hide_sums,
-    make_replicas_equal,
     sharded_layers,
     state_of,
     whole_of,
@@ -44,6 +43,7 @@ from ds_lite.optimizers import (
 from ds_lite.pipe.engine import PipelineEngine
 from ds_lite.pipe.module import PipelineModule
 from ds_lite.precision import compute_dtype
+from ds_lite.replicas import make_replicas_equal
 from ds_lite.sequence.groups import SequenceGrid
 from ds_lite.sequence.host_store import HostStore
 from ds_lite.sequence.models import Kind, kind_of

@@ -59,6 +59,7 @@ class Trace:
         self.instruction, self.step = "", 0
         self._name, self._micro_batch, self._since, self._count = b"", -1, 0.0, 0
         self._clock: float | None = None  # monotonic time of `begin`, as long as the limit counts
+        self._is_span, self._trouble = False, ""
         self._map = mmap.mmap(-1, trace_file.SIZE) if path is None else _map_of(path)
         self.detail(-1)
         self.status("running")
@@ -89,7 +90,7 @@ class Trace:
         self, instruction: str, micro_batch_id: int = -1, peer: int = -1, shape: Iterable[int] = ()
     ) -> None:
         """An instruction starts now."""
-        self.instruction, self._name = instruction, instruction.encode()[:24]
+        self.instruction, self._name, self._is_span = instruction, instruction.encode()[:24], False
         self._micro_batch, self._since = micro_batch_id, time.time()
         self.detail(peer, shape)
         self._clock = time.monotonic()  # stands still while a laptop sleeps
@@ -124,21 +125,41 @@ class Trace:
         self._clock = None
 
     @contextlib.contextmanager
-    def span_if_idle(self, instruction: str) -> Iterator[None]:
-        """A `span` where no engine is in an instruction of its own, which says more."""
-        with contextlib.nullcontext() if self.instruction else self.span(instruction):
+    def limited(self, error: BaseException) -> Iterator[None]:
+        """After an error the row stays as it is, but what the block still waits for has the time limit."""
+        self._trouble, self._clock = _in_one_line(error), time.monotonic()
+        try:
+            yield
+        finally:
+            self.abandon()
+            self._trouble = ""
+
+    @contextlib.contextmanager
+    def span_if_idle(self, instruction: str, micro_batch_id: int = -1) -> Iterator[None]:
+        """A `span` where no schedule is in an instruction of its own, which says more."""
+        is_busy = self._clock is not None and not self._is_span
+        with contextlib.nullcontext() if is_busy else self.span(instruction, micro_batch_id):
             yield
 
     @contextlib.contextmanager
-    def span(self, instruction: str) -> Iterator[None]:
-        """`begin` and `end` around a block; after an exception the row keeps the instruction."""
-        self.begin(instruction)
+    def span(self, instruction: str, micro_batch_id: int = -1) -> Iterator[None]:
+        """`begin` and `end` around a block; after an exception the row keeps the instruction.
+
+        Inside another one it stands in the row meanwhile, on the same micro-batch; then that one goes on.
+        """
+        outer = self.instruction, self._name, self._micro_batch, self._since, self._clock, self._is_span
+        is_inside = self._clock is not None
+        self.begin(instruction, self._micro_batch if is_inside and micro_batch_id < 0 else micro_batch_id)
+        self._is_span = True
         try:
             yield
         except BaseException:
             self.abandon()
             raise
         self.end()
+        if is_inside:
+            self.instruction, self._name, self._micro_batch, self._since, self._clock, self._is_span = outer
+            self.detail(-1)
 
     def events(self) -> list[Event]:
         """The finished instructions of this process that are still kept, oldest first."""
@@ -152,8 +173,7 @@ class Trace:
     def fail(self, error: BaseException) -> None:
         """Write the last words of this rank and, with a folder, the hang table."""
         self.abandon()
-        lines = _PLACE_IN_C.sub("", str(error)).strip().splitlines()
-        self.status("failed", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+        self.status("failed", _in_one_line(error))
         self._leave_table()
 
     def end_by(self, reason: str) -> None:
@@ -178,14 +198,24 @@ class Trace:
         """Write down where the main thread is, and leave; whatever it waits for is not to be waited for."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
         at = f"{Path(stack[-1].filename).name}:{stack[-1].lineno}"
-        self.status("stuck", f"more than the limit of {self.limit_s:g} s in one instruction, at {at}")
-        self._leave_table()
-        _say(self.rank, [f"stuck in {self.instruction}:\n", *stack.format()])
-        os._exit(EXIT_STUCK)
+        after = f", after {self._trouble}" if self._trouble else ""
+        self.status("stuck", f"more than the limit of {self.limit_s:g} s in one instruction, at {at}{after}")
+        try:
+            self._leave_table()
+            _say(self.rank, [f"stuck in {self.instruction}{after}:\n", *stack.format()])
+        finally:  # a full disk keeps nobody here
+            os._exit(EXIT_STUCK)
 
     def _leave_table(self) -> None:
+        """Where the disk is full, another rank or the launcher may have room for the table."""
         if self.path is not None:
-            trace_file.write_table(self.path.parent, table(read_rows(self.path.parent)))
+            with contextlib.suppress(OSError):
+                trace_file.write_table(self.path.parent, table(read_rows(self.path.parent)))
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = _PLACE_IN_C.sub("", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _map_of(path: Path) -> mmap.mmap:
@@ -272,10 +302,12 @@ def _last_words(kind: type[BaseException], error: BaseException, tb: TracebackTy
     if _current is None or _current.path is None:
         traceback.print_exception(kind, error, tb)
         return
-    time.sleep(_MOMENT_S)
-    _current.fail(error)
-    _say(_current.rank, traceback.format_exception(kind, error, tb))
-    os._exit(EXIT_FAILED)
+    try:
+        time.sleep(_MOMENT_S)
+        _current.fail(error)
+        _say(_current.rank, traceback.format_exception(kind, error, tb))
+    finally:
+        os._exit(EXIT_FAILED)
 
 
 def _say(rank: int, parts: Iterable[str]) -> None:

@@ -117,8 +117,12 @@ def clear(folder: str | os.PathLike[str], *, from_rank: int = 0, before: float |
 def write_table(folder: str | os.PathLike[str], text: str) -> None:
     """Put the hang table into the folder, whole; ranks that fail together may all do so."""
     draft = Path(folder) / f"{TABLE}.{os.getpid()}"
-    draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(Path(folder) / TABLE)
+    try:
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(Path(folder) / TABLE)
+    except OSError:  # no half of a table, and no litter
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _heads(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, bytes]]:

@@ -177,8 +177,9 @@ class PipelineEngine(Engine):
             with torch.no_grad(), self._fate.batch():
                 self._exec_schedule(schedule)
                 outputs = self.stage.last_outputs
-                self.stage.finish()
-                self._fate.agree()
+                with self.trace.span("FinishBatch"):
+                    self.stage.finish()
+                    self._fate.agree()
                 loss = self._result(reduce_output, is_shared=bcast_loss) if compute_loss else None
         finally:
             for layer, was_training in modes:
@@ -188,9 +189,9 @@ class PipelineEngine(Engine):
 
     def _result(self, how: str | None, *, is_shared: bool = True) -> Any:
         """The reduced losses of this run, on every stage if they are shared."""
-        losses = reduced(self.stage.losses, self.grid.group("data"), how)
-        if is_shared:
-            with self.trace.span("ShareLoss"):
+        with self.trace.span("ShareLoss"):
+            losses = reduced(self.stage.losses, self.grid.group("data"), how)
+            if is_shared:
                 losses = self.stage.share_result(losses)
         return arranged(losses, how, self.stage.num_micro_batches)
 

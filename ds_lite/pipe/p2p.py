@@ -72,8 +72,7 @@ class Arriving:
 
     def wait(self) -> Message:
         if self._works:  # the hang table then says for whom and for what this rank waits
-            first = next(tensor for tensor in self.message.tensors if tensor.numel())
-            trace.current().detail(self._peer, first.shape)
+            show(self._peer, self.message.tensors)
             for work in self._works:
                 work.wait()
             trace.current().detail(-1)
@@ -93,6 +92,11 @@ class Pending:
             work.wait()
         self.works.clear()
         self.tensors.clear()
+
+
+def show(peer: int, tensors: Sequence[Tensor]) -> None:
+    """Say in the hang table with whom this rank exchanges what; of several tensors the first that travels."""
+    trace.current().detail(peer, next((tensor.shape for tensor in tensors if tensor.numel()), ()))
 
 
 class StageLink:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_lite import trace
 from ds_lite.agreement import raise_together
 from ds_lite.gradients import Gradients
 from ds_lite.pipe.stage import Stage
@@ -38,13 +39,13 @@ class SharedFate:
             if self._has_agreed:
                 raise
             self._has_agreed = True
-            cause = self._stage.announce(error)
-            if not self._exchanges_tokens:
-                self._gradients.leave(cause)  # before the neighbours: each may wait for the other
-                self._stage.drain(error)
+            met, cause = error, self._stage.announce(error)
         if self._exchanges_tokens:
             raise cause
-        raise_together(cause)
+        with trace.current().limited(cause):  # another rank may be past hearing of it
+            self._gradients.leave(cause)  # before the neighbours: each may wait for the other
+            self._stage.drain(met)
+            raise_together(cause)
 
     def agree(self) -> None:
         """Once a batch, before its first collective: every rank came this far, or all of them raise.

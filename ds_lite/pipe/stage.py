@@ -20,7 +20,7 @@ from ds_lite.agreement import RemoteError
 from ds_lite.data import cast_floats, to_device
 from ds_lite.pipe.losses import split_losses
 from ds_lite.pipe.module import PipelineModule
-from ds_lite.pipe.p2p import Arriving, Message, NeighbourError, Pending, StageLink, can_travel
+from ds_lite.pipe.p2p import Arriving, Message, NeighbourError, Pending, StageLink, can_travel, show
 
 _GRADIENT_SENDS = 2  # gradient messages that may be under way at once
 
@@ -177,6 +177,7 @@ class Stage:
     def send_activation(self, buffer: Buffer) -> None:
         """SendActivation: start sending the outputs; computation goes on."""
         assert self.next is not None and buffer.outputs is not None
+        show(self.next.peer, buffer.outputs.tensors)
         if buffer.sending is not None:
             buffer.sending.wait()
         buffer.sending = self.next.send(buffer.outputs)
@@ -184,6 +185,7 @@ class Stage:
     def recv_gradient(self, buffer: Buffer) -> None:
         """RecvGrad: post the receives; the header must describe exactly the outputs that need a gradient."""
         assert self.next is not None and buffer.outputs is not None
+        show(self.next.peer, _with_gradient(buffer.outputs))
         buffer.arriving = self.next.receive()
         self._received[self.next.peer] += 1
         expected = [tuple(tensor.shape) for tensor in _with_gradient(buffer.outputs)]
@@ -202,6 +204,7 @@ class Stage:
         leaves = [t for t, flag in zip(buffer.inputs.tensors, buffer.inputs.flags, strict=True) if flag]
         tensors = tuple(leaf.new_empty(0) if leaf.grad is None else leaf.grad for leaf in leaves)
         flags = tuple(leaf.grad is not None for leaf in leaves)
+        show(self.previous.peer, tensors)
         while len(self._gradient_sends) >= _GRADIENT_SENDS:
             self._gradient_sends.popleft().wait()
         self._gradient_sends.append(self.previous.send(Message(tensors, flags, is_tuple=True)))

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+from ds_lite import replicas
 from ds_lite.gradients import Gradients
 from ds_lite.pipe import shared_fate
 from ds_lite.pipe.stage import Stage
 from mutants import Mutant, Patch, around, killed_by
 
 MUTANTS: list[Mutant] = []
+OTHER = "tests/test_s09_10_faults.py::test_replicas_that_differ_are_refused_on_every_rank"
+
+
+@killed_by(MUTANTS, f"{OTHER}[dtype]", "of 3 ranks raised ValueError", section="9.10", deadline=10.0)
+def replicas_not_compared() -> Patch:
+    """Replicas whose tensors have other dtypes are filled with each other's bytes."""
+    return mock.patch.object(replicas, "_other_shapes", lambda tensors, grid: None)
+
 
 FAULTS = "tests/test_s09_2_faults.py"
 ONE_REPLICA = f"{FAULTS}::test_a_failure_on_one_replica_is_raised_on_all_ranks[output]"
