@@ -29,7 +29,7 @@ def main() -> None:
     groups_along_an_axis()
     a_million_ranks()
     stages_that_talk()
-    print("\nNext: chapters/ch12_gating.py   Lab: python -m ds_lite lab 2 --nproc 4")
+    print("\nNext: chapters/ch12_gating.py   Lab: python -m ds_lite lab 1 --nproc 4")
 
 
 def twenty_four_ranks() -> None:

@@ -192,7 +192,7 @@ SECTIONS: tuple[Section, ...] = (
         modules=("ds_lite/topology.py", "ds_lite/grid.py", "ds_lite/comm.py", "ds_lite/pipe/p2p.py"),
         chapter="chapters/ch11_topology.py",
         tests=("tests/test_s09_11_*.py",),
-        lab="labs/lab02_pipeline",
+        lab="labs/lab01_ranks",
         deepspeed=(
             "runtime/pipe/topology.py::ProcessTopology",
             "runtime/pipe/topology.py::PipelineParallelGrid",
