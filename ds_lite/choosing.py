@@ -153,7 +153,7 @@ def slowest_stage(layers: int, head: float, stages: int) -> float:
     """The work of the busiest stage, in layers: whole layers, the output layer counting as `head` of them.
 
     >>> slowest_stage(32, 0.6, 1), slowest_stage(32, 0.6, 4), slowest_stage(32, 0.6, 8)
-    (32.6, 9, 5)
+    (32.6, 8.6, 4.6)
     """
     if stages == 1:
         return layers + head

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from oracles import Layer
-from rings import everyday
 from small_models import INPUTS, OUTPUTS, linear, make_batch, mean_squared
 from test_s09_3_three_axes import Case, check, make, make_layers, truths
 from test_s09_3_three_axes import make_batch as make_tokens
@@ -256,9 +255,9 @@ def accumulating(rank: int, impl: Any, cases: list[Any]) -> None:
         check(impl, case, first, last)
 
 
-@pytest.mark.parametrize("zero", everyday([0, 1, 2], lambda zero: zero == 2))
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_b13_three_backwards_three_steps_at_every_stage(world: Any, impl: Any, zero: int) -> None:
-    options = itertools.product((False, True), (0.0, 0.5))
+    options = [(False, 0.5), (True, 0.0)] if zero < 2 else itertools.product((False, True), (0.0, 0.5))
     cases = [Case(2, 2, 1, zero=zero, tied=tied, clip=clip, optimizer="Adam") for tied, clip in options]
     world(accumulating, 4, impl, [(case, *truths(case)) for case in cases], deadline=120.0)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from equality import check_equality
 from oracles import Layer, MicroBatch, Tied, Truth, one_process
+from rings import everyday
 from torch import nn
 
 from ds_lite import toy_layers as toy
@@ -170,19 +171,24 @@ def pairwise_cover(cases: list[Case]) -> list[Case]:
     return chosen
 
 
-def by_world_size(cases: list[Case]) -> list[Any]:
+def by_world_size(cases: list[Case], name: str = "") -> list[Any]:
     """Cases of one world size run in one world, a few at a time."""
     groups: dict[int, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.world_size, []).append(case)
     return [
-        pytest.param(group[start : start + CASES_PER_WORLD], id=f"{size}ranks-{start // CASES_PER_WORLD}")
+        pytest.param(
+            group[start : start + CASES_PER_WORLD], id=f"{name}{size}ranks-{start // CASES_PER_WORLD}"
+        )
         for size, group in sorted(groups.items())
         for start in range(0, len(group), CASES_PER_WORLD)
     ]
 
 
-@pytest.mark.parametrize("cases", by_world_size(pairwise_cover(twos())))
+COVERS = by_world_size(pairwise_cover(twos())) + by_world_size(pairwise_cover(small_cases()), "larger-")
+
+
+@pytest.mark.parametrize("cases", everyday(COVERS, lambda name: "larger" not in name))
 def test_three_axes_equal_one_process(world: Any, impl: Any, cases: list[Case]) -> None:
     with_truths = [(case, *truths(case)) for case in cases]
     world(check_all, cases[0].world_size, impl, with_truths, deadline=240.0)
